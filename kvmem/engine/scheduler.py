@@ -1,0 +1,1 @@
+"""The scheduler: which rows prefill, decode, wait or retract. Host only; it imports no JAX."""

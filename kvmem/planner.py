@@ -1,0 +1,1 @@
+"""Bytes, tokens and floors from a model config: the memory and roofline model."""
