@@ -55,7 +55,9 @@ def run(body: Body) -> None:
 def _parse(argv: list[str]) -> list[str]:
     """Parses flags; a wrong flag, config file, argument or field is reported in one line."""
     try:
-        return flags.FLAGS(argv)
+        rest = flags.FLAGS(argv)
+        flags.FLAGS.config.to_dict()  # a file that could not be loaded raises only now
+        return rest
     except (*_USER_ERRORS, flags.Error, AttributeError, KeyError, TypeError) as error:
         _fail(_line(error), 2)
 
