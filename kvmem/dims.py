@@ -4,6 +4,7 @@ Einsum strings and jaxtyping annotations use exactly these letters. No letter ha
 """
 
 LETTERS: dict[str, str] = {
+    "A": "entries of a list of pages",
     "B": "rows (request slots) of a batch",
     "T": "new tokens of a row in one step",
     "S": "cached tokens of a row (logical positions)",
