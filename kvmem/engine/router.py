@@ -1,0 +1,176 @@
+"""The router: which replica serves a request. Host only; replicas are engines or simulators.
+
+``weighed`` scores each replica by what the request would cost there: its uncached prompt tokens, the prefill
+work already queued, the expected answer under the current decode load, and a penalty that grows as free
+memory runs out. Sessions stay with their replica unless another is better by more than ``affinity`` tokens,
+or theirs is full.
+Baselines: ``round_robin``, ``random``, ``least_queue``, ``prefix``.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvmem.engine.errors import QueueFull
+from kvmem.engine.request import Event, Request
+
+POLICIES = ("weighed", "round_robin", "random", "least_queue", "prefix")
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What a replica tells the router.
+
+    Attributes:
+      queue_depth: requests not yet admitted.
+      queued_tokens: prompt tokens not yet computed.
+      running: requests that decode.
+      free_tokens: free decode cache, in tokens.
+      total_tokens: all decode cache, in tokens.
+    """
+
+    queue_depth: int
+    queued_tokens: int
+    running: int
+    free_tokens: int
+    total_tokens: int
+
+
+class Replica(Protocol):
+    """An engine behind the router."""
+
+    def submit(self, request: Request) -> None: ...
+
+    def step(self) -> list[Event]: ...
+
+    def cancel(self, request_id: str) -> bool: ...
+
+    def load(self) -> Load: ...
+
+    def cached(self, request: Request) -> int:
+        """Prompt tokens that this replica would not have to compute."""
+
+    def now(self) -> float: ...
+
+    def wait(self, until_s: float) -> None: ...
+
+    @property
+    def idle(self) -> bool: ...
+
+
+class Router:
+    """Chooses a replica for each request.
+
+    Args:
+      policy: one of POLICIES.
+      affinity: prompt tokens by which another replica must be better before a session moves.
+      seed: of the ``random`` policy.
+    """
+
+    def __init__(self, policy: str = "weighed", *, affinity: int = 2048, seed: int = 0):
+        if policy not in POLICIES:
+            raise ValueError(f"unknown routing policy {policy!r}; known: {', '.join(POLICIES)}")
+        self.policy = policy
+        self.affinity = affinity
+        self.moved = 0
+        self._turn = 0
+        self._rng = random.Random(seed)
+        self._home: dict[str, int] = {}
+
+    def order(self, request: Request, replicas: Sequence[Replica]) -> list[int]:
+        """Replicas to try, the best first."""
+        count = len(replicas)
+        if self.policy == "round_robin":
+            self._turn += 1
+            return [(self._turn - 1 + i) % count for i in range(count)]
+        if self.policy == "random":
+            return self._rng.sample(range(count), count)
+        costs = [self._cost(request, replica) for replica in replicas]
+        home = self._home.get(request.session) if request.session is not None else None
+        if self.policy == "weighed" and home is not None and home < count:
+            costs[home] -= self.affinity
+        return sorted(range(count), key=lambda i: (costs[i], i))
+
+    def _cost(self, request: Request, replica: Replica) -> float:
+        """Tokens of work before and beside this request, in units of prefilled tokens."""
+        load = replica.load()
+        if self.policy == "least_queue":
+            return load.queued_tokens + load.running
+        cached = replica.cached(request)
+        if self.policy == "prefix":
+            return -cached + 1e-6 * load.queued_tokens
+        prompt = len(request.prompt_tokens)
+        need = prompt + request.max_new_tokens
+        shortage = max(0, need - load.free_tokens)
+        crowding = load.running * request.max_new_tokens / 64
+        return prompt - cached + load.queued_tokens + crowding + 4.0 * shortage
+
+    def placed(self, request: Request, replica: int) -> None:
+        """Remembers where a session's request went."""
+        if request.session is not None:
+            self.moved += self._home.get(request.session, replica) != replica
+            self._home[request.session] = replica
+
+
+class Cluster:
+    """Replicas behind one router, with the interface of a single one."""
+
+    def __init__(self, replicas: Sequence[Replica], router: Router):
+        if not replicas:
+            raise ValueError("a cluster needs at least one replica")
+        self.replicas = list(replicas)
+        self.router = router
+        self.placements: collections.Counter[int] = collections.Counter()
+        self._where: dict[str, int] = {}
+
+    def submit(self, request: Request) -> None:
+        """Gives the request to the best replica with room. Raises QueueFull if no queue has any."""
+        last: QueueFull | None = None
+        for index in self.router.order(request, self.replicas):
+            try:
+                self.replicas[index].submit(request)
+            except QueueFull as error:
+                last = error
+                continue
+            self.router.placed(request, index)
+            self.placements[index] += 1
+            self._where[request.request_id] = index
+            return
+        assert last is not None
+        raise QueueFull(
+            f"every one of {len(self.replicas)} replicas is full; the last said: {last}"
+        ) from last
+
+    def cancel(self, request_id: str) -> bool:
+        index = self._where.get(request_id)
+        return index is not None and self.replicas[index].cancel(request_id)
+
+    def step(self) -> list[Event]:
+        """One step of every replica that has work. A result names its replica."""
+        events = []
+        for index, replica in enumerate(self.replicas):
+            if replica.idle:
+                continue
+            for event in replica.step():
+                if event.result is not None:
+                    self._where.pop(event.request_id, None)
+                    event = dataclasses.replace(
+                        event, result=dataclasses.replace(event.result, replica=index)
+                    )
+                events.append(event)
+        return events
+
+    def now(self) -> float:
+        return max(replica.now() for replica in self.replicas)
+
+    def wait(self, until_s: float) -> None:
+        for replica in self.replicas:
+            replica.wait(until_s)
+
+    @property
+    def idle(self) -> bool:
+        return all(replica.idle for replica in self.replicas)
