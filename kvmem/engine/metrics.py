@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvmem.engine.request import FINISH_REASONS, RequestResult
+from kvmem.engine.request import FINISH_REASONS, Real, RequestResult
 
 GIB = 2**30
 QUANTILES = (50, 95, 99)
@@ -29,7 +29,7 @@ class Incident:
       fingerprint: digest of the pool's configuration, to tell a change of model, format or software.
     """
 
-    time_s: float
+    time_s: Real
     kind: str
     request_id: str
     where: str
@@ -37,7 +37,7 @@ class Incident:
     fingerprint: str = ""
 
 
-def percentile(values: Sequence[float], q: float) -> float:
+def percentile(values: Sequence[Real], q: Real) -> Real:
     """The q-th percentile with linear interpolation. Raises ValueError if there are no values."""
     if not values:
         raise ValueError("a percentile of no values")
@@ -48,19 +48,19 @@ def percentile(values: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def ttft_s(result: RequestResult) -> float | None:
+def ttft_s(result: RequestResult) -> Real | None:
     """Seconds from arrival to the first published token; None without one."""
     return None if result.first_token_s is None else result.first_token_s - result.arrival_s
 
 
-def tpot_s(result: RequestResult) -> float | None:
+def tpot_s(result: RequestResult) -> Real | None:
     """Seconds per token after the first; None for answers of fewer than two tokens."""
     if result.first_token_s is None or len(result.tokens) < 2:
         return None
     return (result.finished_s - result.first_token_s) / (len(result.tokens) - 1)
 
 
-def queue_s(result: RequestResult) -> float | None:
+def queue_s(result: RequestResult) -> Real | None:
     """Seconds from arrival to the start of prefill; None if it never started."""
     return None if result.admitted_s is None else result.admitted_s - result.arrival_s
 
@@ -69,8 +69,8 @@ def queue_s(result: RequestResult) -> float | None:
 class LatencyBound:
     """The service level that goodput counts against."""
 
-    ttft_s: float
-    tpot_s: float
+    ttft_s: Real
+    tpot_s: Real
 
     def holds(self, result: RequestResult) -> bool:
         """Whether a request ended well and inside the bound; a one-token answer has no time per token to
@@ -88,7 +88,7 @@ def summarise(
     bound: LatencyBound | None = None,
     memory_bytes: int | None = None,
     quality_equal: bool | None = None,
-) -> dict[str, float]:
+) -> dict[str, Real]:
     """Figures of a run, by flat name. What cannot be computed is absent.
 
     Args:
@@ -98,7 +98,7 @@ def summarise(
       quality_equal: whether the format passed the quality equivalence test. ``useful_tok_s_per_gib`` counts
         tokens only if it did, so it is absent unless this is True.
     """
-    out: dict[str, float] = {"requests": len(results)}
+    out: dict[str, Real] = {"requests": len(results)}
     reasons: collections.Counter[str] = collections.Counter(result.finish_reason for result in results)
     out |= {f"finished.{reason}": reasons.get(reason, 0) for reason in FINISH_REASONS}
     if not results:
@@ -142,7 +142,7 @@ def to_jsonl(results: Iterable[RequestResult]) -> str:
     return "".join(lines)
 
 
-def to_prometheus(metrics: Mapping[str, float], prefix: str = "kvmem") -> str:
+def to_prometheus(metrics: Mapping[str, Real], prefix: str = "kvmem") -> str:
     """Metrics as Prometheus text. ``a.b`` becomes ``a{kind="b"}``, and ``a.p95`` ``a{quantile="0.95"}``."""
     families: dict[str, list[str]] = collections.defaultdict(list)
     for name, value in metrics.items():

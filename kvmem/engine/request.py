@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from kvmem.engine.errors import RequestError
 
+Real = float | int
 FinishReason = Literal["stop", "length", "integrity", "cancelled", "deadline", "error", "refused"]
 FINISH_REASONS: tuple[str, ...] = ("stop", "length", "integrity", "cancelled", "deadline", "error", "refused")
 SUCCESS: frozenset[str] = frozenset({"stop", "length"})
@@ -37,10 +38,10 @@ class SamplingParams:
       ignore_eos: run to ``max_new_tokens``, as fixed-length benchmarks do.
     """
 
-    temperature: float = 0.0
+    temperature: Real = 0.0
     top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_p: Real = 1.0
+    min_p: Real = 0.0
     seed: int = 0
     logprobs: bool = False
     stop_token_ids: tuple[int, ...] = ()
@@ -91,10 +92,10 @@ class Request:
     prompt_tokens: tuple[int, ...]
     max_new_tokens: int
     sampling: SamplingParams = SamplingParams()
-    arrival_s: float = 0.0
+    arrival_s: Real = 0.0
     session: str | None = None
     tenant: str = ""
-    deadline_s: float | None = None
+    deadline_s: Real | None = None
 
     def validate(self, vocab_size: int) -> None:
         """Raises RequestError if any field is outside its range for a vocabulary of ``vocab_size``."""
@@ -137,12 +138,12 @@ class RequestResult:
     finish_reason: FinishReason
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    logprobs: tuple[float, ...] = ()
+    logprobs: tuple[Real, ...] = ()
     error: str = ""
-    arrival_s: float = 0.0
-    admitted_s: float | None = None
-    first_token_s: float | None = None
-    finished_s: float = 0.0
+    arrival_s: Real = 0.0
+    admitted_s: Real | None = None
+    first_token_s: Real | None = None
+    finished_s: Real = 0.0
     retractions: int = 0
     retries: int = 0
     replica: int = 0
@@ -171,7 +172,7 @@ class PhaseFormat:
     weights: str
     cache: str
     index: str | None = None
-    scale: float = 1.0
+    scale: Real = 1.0
 
 
 def default_formats(family: str) -> dict[str, PhaseFormat]:

@@ -13,10 +13,10 @@ import collections
 import dataclasses
 import random
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvmem.engine.errors import QueueFull
-from kvmem.engine.request import Event, Request
+from kvmem.engine.request import Event, Real, Request
 
 POLICIES = ("weighed", "round_robin", "random", "least_queue", "prefix")
 
@@ -40,6 +40,7 @@ class Load:
     total_tokens: int
 
 
+@runtime_checkable
 class Replica(Protocol):
     """An engine behind the router."""
 
@@ -54,9 +55,9 @@ class Replica(Protocol):
     def cached(self, request: Request) -> int:
         """Prompt tokens that this replica would not have to compute."""
 
-    def now(self) -> float: ...
+    def now(self) -> Real: ...
 
-    def wait(self, until_s: float) -> None: ...
+    def wait(self, until_s: Real) -> None: ...
 
     @property
     def idle(self) -> bool: ...
@@ -95,7 +96,7 @@ class Router:
             costs[home] -= self.affinity
         return sorted(range(count), key=lambda i: (costs[i], i))
 
-    def _cost(self, request: Request, replica: Replica) -> float:
+    def _cost(self, request: Request, replica: Replica) -> Real:
         """Tokens of work before and beside this request, in units of prefilled tokens."""
         load = replica.load()
         if self.policy == "least_queue":
@@ -164,10 +165,10 @@ class Cluster:
                 events.append(event)
         return events
 
-    def now(self) -> float:
+    def now(self) -> Real:
         return max(replica.now() for replica in self.replicas)
 
-    def wait(self, until_s: float) -> None:
+    def wait(self, until_s: Real) -> None:
         for replica in self.replicas:
             replica.wait(until_s)
 

@@ -22,7 +22,7 @@ import heapq
 from collections.abc import Callable
 
 from kvmem.engine.errors import PromptTooLong, QueueFull, RequestError
-from kvmem.engine.request import EngineConfig, Request
+from kvmem.engine.request import EngineConfig, Real, Request
 
 
 class Phase(enum.Enum):
@@ -63,15 +63,15 @@ class Sequence:
     length: int = 0
     launched: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
+    logprobs: list[Real] = dataclasses.field(default_factory=list)
     replay: int = 0
     position: int = 0  # answer tokens read by this attempt
     bypassed: int = 0
     retractions: int = 0
     cancelled: bool = False
-    admitted_s: float | None = None
-    first_token_s: float | None = None
-    token_s: list[float] = dataclasses.field(default_factory=list)
+    admitted_s: Real | None = None
+    first_token_s: Real | None = None
+    token_s: list[Real] = dataclasses.field(default_factory=list)
 
     @property
     def prompt_length(self) -> int:
@@ -117,7 +117,7 @@ class ExpectedLength:
     retractions.
     """
 
-    def __init__(self, share: float = 0.5, weight: float = 0.05):
+    def __init__(self, share: Real = 0.5, weight: Real = 0.05):
         self.share = share
         self.weight = weight
 
@@ -225,7 +225,7 @@ class Scheduler:
 
     # One step
 
-    def plan(self, now: float) -> Plan:
+    def plan(self, now: Real) -> Plan:
         """Decides one step at ``now`` seconds, on whatever clock drives the engine."""
         plan = Plan()
         self._expire(plan, now)
@@ -238,7 +238,7 @@ class Scheduler:
         plan.decode = launch
         return plan
 
-    def _expire(self, plan: Plan, now: float) -> None:
+    def _expire(self, plan: Plan, now: Real) -> None:
         for sequence in self.live.values():
             deadline = sequence.request.deadline_s
             if sequence.cancelled:
@@ -332,7 +332,7 @@ class Scheduler:
     def _is_long(self, sequence: Sequence) -> bool:
         return sequence.prompt_length > 8 * self.config.prefill_chunk
 
-    def _admit(self, plan: Plan, now: float) -> None:
+    def _admit(self, plan: Plan, now: Real) -> None:
         """Gives free prefill rows to waiting requests whose prompt pages fit."""
         long_rows = sum(map(self._is_long, self._prefill.values()))
         long_limit = max(1, self.config.prefill_rows - 1)

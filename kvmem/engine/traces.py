@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvmem.engine.errors import EngineError, RequestError
-from kvmem.engine.request import Request, SamplingParams
+from kvmem.engine.request import Real, Request, SamplingParams
 
 BLOCK_TOKENS = 512
 SCHEMAS = ("mooncake", "azure", "burstgpt")
@@ -35,7 +35,7 @@ class TraceRow:
       session: a conversation's id, or None.
     """
 
-    arrival_s: float
+    arrival_s: Real
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()

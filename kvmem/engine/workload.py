@@ -13,12 +13,12 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from kvmem.engine.errors import QueueFull
-from kvmem.engine.request import Event, Request, RequestResult, SamplingParams
+from kvmem.engine.request import Event, Real, Request, RequestResult, SamplingParams
 from kvmem.engine.traces import BLOCK_TOKENS, TraceRow
 
 FIXED_LENGTH = SamplingParams(ignore_eos=True)
@@ -29,15 +29,15 @@ _Z90, _Z99 = 1.2815515655446004, 2.3263478740408408  # standard normal quantiles
 class LogNormal:
     """Lengths by their median and sigma of the logarithm."""
 
-    median: float
-    sigma: float
+    median: Real
+    sigma: Real
 
     @classmethod
-    def from_quantile(cls, median: float, value: float, z: float = _Z90) -> LogNormal:
+    def from_quantile(cls, median: Real, value: Real, z: Real = _Z90) -> LogNormal:
         """Fitted to the median and to another quantile at standard normal deviate ``z``."""
         return cls(median, math.log(value / median) / z)
 
-    def sample(self, rng: np.random.Generator, count: int, scale: float = 1.0) -> np.ndarray:
+    def sample(self, rng: np.random.Generator, count: int, scale: Real = 1.0) -> np.ndarray:
         """``count`` integers, at least 1, with the median multiplied by ``scale``."""
         drawn = rng.lognormal(math.log(self.median * scale), self.sigma, count)
         return np.maximum(1, np.rint(drawn)).astype(np.int64)
@@ -55,12 +55,12 @@ class TraceShape:
       batch_s: if positive, arrivals are rounded up to this grid, as in traces recorded in batches.
     """
 
-    rate: float
-    cv: float
+    rate: Real
+    cv: Real
     prompt: LogNormal
     answer: LogNormal
-    hit_rate: float = 0.0
-    batch_s: float = 0.0
+    hit_rate: Real = 0.0
+    batch_s: Real = 0.0
 
 
 PRESETS: dict[str, TraceShape] = {
@@ -89,7 +89,7 @@ PRESETS: dict[str, TraceShape] = {
 }
 
 
-def generate(shape: TraceShape, count: int, seed: int, scale: float = 1.0) -> list[TraceRow]:
+def generate(shape: TraceShape, count: int, seed: int, scale: Real = 1.0) -> list[TraceRow]:
     """A trace of ``count`` requests.
 
     Gamma inter-arrivals, log-normal lengths, and prefixes copied from earlier requests: each request, with a
@@ -111,7 +111,8 @@ def generate(shape: TraceShape, count: int, seed: int, scale: float = 1.0) -> li
     inputs = shape.prompt.sample(rng, count, scale)
     outputs = shape.answer.sample(rng, count, scale)
     lengths = -(-inputs // BLOCK_TOKENS)
-    parents = (rng.random(count) * np.arange(count)).astype(np.int64)
+    candidates = (rng.random((4, count)) * np.arange(count)).astype(np.int64)
+    parents = candidates[np.argmax(lengths[candidates], axis=0), np.arange(count)]
     draws = rng.random(count)
     share = _share_for(shape.hit_rate, lengths, parents, draws)
     blocks: list[tuple[int, ...]] = []
@@ -123,7 +124,7 @@ def generate(shape: TraceShape, count: int, seed: int, scale: float = 1.0) -> li
     return [TraceRow(*row) for row in rows]
 
 
-def _share_for(hit_rate: float, lengths: np.ndarray, parents: np.ndarray, draws: np.ndarray) -> float:
+def _share_for(hit_rate: Real, lengths: np.ndarray, parents: np.ndarray, draws: np.ndarray) -> Real:
     """The probability of copying a prefix at which ``hit_rate`` of all blocks are copies, or 1 if none is
     enough.
     """
@@ -139,7 +140,7 @@ def _share_for(hit_rate: float, lengths: np.ndarray, parents: np.ndarray, draws:
     return high
 
 
-def block_hit_rate(rows: Iterable[TraceRow]) -> float:
+def block_hit_rate(rows: Iterable[TraceRow]) -> Real:
     """Share of prompt blocks that an earlier request had, with a cache that never evicts; nan without
     blocks.
     """
@@ -170,7 +171,7 @@ def to_requests(
     max_prompt: int,
     max_new_tokens: int,
     shrink: int = 1,
-    time_scale: float = 1.0,
+    time_scale: Real = 1.0,
     sampling: SamplingParams = FIXED_LENGTH,
 ) -> list[Request]:
     """Requests that an engine can run.
@@ -235,7 +236,7 @@ class Turn:
 
     tokens: tuple[int, ...]
     max_new_tokens: int
-    delay_s: float
+    delay_s: Real
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +244,7 @@ class Script:
     """One session: when it starts and its turns."""
 
     session: str
-    start_s: float
+    start_s: Real
     turns: tuple[Turn, ...]
 
 
@@ -254,9 +255,9 @@ def scripts(
     seed: int,
     vocab_size: int,
     max_tokens: int,
-    rate: float = 1.0,
-    scale: float = 1.0,
-    time_scale: float = 1.0,
+    rate: Real = 1.0,
+    scale: Real = 1.0,
+    time_scale: Real = 1.0,
     name: str = "s",
 ) -> list[Script]:
     """``count`` sessions with Poisson starts.
@@ -295,16 +296,17 @@ def scripts(
 # Drivers
 
 
+@runtime_checkable
 class Driver(Protocol):
     """Feeds a server."""
 
-    def due(self, now: float) -> list[Request]:
+    def due(self, now: Real) -> list[Request]:
         """Requests to submit now."""
 
-    def finished(self, result: RequestResult, now: float) -> None:
+    def finished(self, result: RequestResult, now: Real) -> None:
         """A submitted request ended."""
 
-    def next_s(self) -> float | None:
+    def next_s(self) -> Real | None:
         """When the next request will be due if nothing finishes first; None if never."""
 
 
@@ -317,16 +319,16 @@ class ClosedLoop:
         self._requests = iter(requests)
         self._room = concurrency
 
-    def due(self, now: float) -> list[Request]:
+    def due(self, now: Real) -> list[Request]:
         batch = list(itertools.islice(self._requests, self._room))
         self._room -= len(batch)
         return [dataclasses.replace(request, arrival_s=now) for request in batch]
 
-    def finished(self, result: RequestResult, now: float) -> None:
+    def finished(self, result: RequestResult, now: Real) -> None:
         del result, now
         self._room += 1
 
-    def next_s(self) -> float | None:
+    def next_s(self) -> Real | None:
         return None
 
 
@@ -337,16 +339,16 @@ class OpenLoop:
         self._requests = sorted(requests, key=lambda r: r.arrival_s)
         self._next = 0
 
-    def due(self, now: float) -> list[Request]:
+    def due(self, now: Real) -> list[Request]:
         start = self._next
         while self._next < len(self._requests) and self._requests[self._next].arrival_s <= now:
             self._next += 1
         return self._requests[start : self._next]
 
-    def finished(self, result: RequestResult, now: float) -> None:
+    def finished(self, result: RequestResult, now: Real) -> None:
         del result, now
 
-    def next_s(self) -> float | None:
+    def next_s(self) -> Real | None:
         return self._requests[self._next].arrival_s if self._next < len(self._requests) else None
 
 
@@ -357,12 +359,12 @@ class Sessions:
         self._sampling = sampling
         self._scripts: dict[str, Script] = {}
         self._history: dict[str, tuple[int, ...]] = {}
-        self._due: list[tuple[float, str, int]] = []
+        self._due: list[tuple[Real, str, int]] = []
         for script in sessions:
             self._scripts[script.session] = script
             heapq.heappush(self._due, (script.start_s, script.session, 0))
 
-    def due(self, now: float) -> list[Request]:
+    def due(self, now: Real) -> list[Request]:
         ready = []
         while self._due and self._due[0][0] <= now:
             due_s, session, turn = heapq.heappop(self._due)
@@ -375,7 +377,7 @@ class Sessions:
             ready.append(request)
         return ready
 
-    def finished(self, result: RequestResult, now: float) -> None:
+    def finished(self, result: RequestResult, now: Real) -> None:
         session, _, turn = result.request_id.rpartition(".")
         turns = self._scripts[session].turns
         if not result.ok or int(turn) + 1 >= len(turns):
@@ -383,10 +385,11 @@ class Sessions:
         self._history[session] += result.tokens
         heapq.heappush(self._due, (now + turns[int(turn) + 1].delay_s, session, int(turn) + 1))
 
-    def next_s(self) -> float | None:
+    def next_s(self) -> Real | None:
         return self._due[0][0] if self._due else None
 
 
+@runtime_checkable
 class Server(Protocol):
     """What a driver can feed: an Engine, a Cluster of them, or the simulator."""
 
@@ -394,9 +397,9 @@ class Server(Protocol):
 
     def step(self) -> list[Event]: ...
 
-    def now(self) -> float: ...
+    def now(self) -> Real: ...
 
-    def wait(self, until_s: float) -> None: ...
+    def wait(self, until_s: Real) -> None: ...
 
     @property
     def idle(self) -> bool: ...
