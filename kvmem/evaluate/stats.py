@@ -71,6 +71,15 @@ def wilson(successes: int, total: int, confidence: float = 0.95) -> Interval:
     return Interval(float(found.low), float(found.high))
 
 
+def rate_upper_bound(events: int, trials: int, confidence: float = 0.95) -> float:
+    """Returns the one-sided exact upper bound of a rate (Clopper and Pearson 1934): about 3 / n for none."""
+    _counts(events, trials)
+    _share("confidence", confidence)
+    if events == trials:
+        return 1.0
+    return float(scipy_stats.beta.ppf(confidence, events + 1, trials - events))
+
+
 def unpaired_z(successes_a: int, total_a: int, successes_b: int, total_b: int) -> float:
     """Returns the pooled two-proportion z of rate b minus rate a: all that two bare scores allow."""
     _counts(successes_a, total_a)

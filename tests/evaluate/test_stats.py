@@ -26,6 +26,14 @@ def test_wilson_without_any_success_is_no_empty_interval():
     assert round(high, 4) == 0.1170
 
 
+def test_rate_upper_bound_without_events_is_the_rule_of_three():
+    assert stats.rate_upper_bound(0, 3_000_000_000) == pytest.approx(-math.log(0.05) / 3e9)
+    # With events: the bound is where that few or fewer have 5 % probability.
+    bound = stats.rate_upper_bound(2, 50)
+    assert sum(math.comb(50, k) * bound**k * (1 - bound) ** (50 - k) for k in range(3)) == pytest.approx(0.05)
+    assert stats.rate_upper_bound(7, 7) == 1.0
+
+
 def test_unpaired_z_of_the_published_mmlu_pro_scores_is_minus_1_9():
     z = stats.unpaired_z(9661, 12_032, 9540, 12_032)
     assert z == pytest.approx(-1.94, abs=0.01)

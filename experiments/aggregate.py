@@ -1,0 +1,175 @@
+"""The only reader of records: what committed runs measured, and the tables that the README takes from them.
+
+    python -m experiments.aggregate                           fills in the README's tables
+    python -m experiments.aggregate --check                   says whether they are what the records give
+    python -m experiments.aggregate --adopt=DIR/record.json   commits a run's record first
+
+A committed record is ``experiments/results/<launcher>/<name>.json``. Of several that hold a metric the newest
+one counts.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from absl import app, flags
+
+from experiments import tables
+from experiments.claims import Found, How
+from kvmem import record
+from kvmem.evaluate import stats
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "experiments" / "results"
+
+# A rank slice has no collectives: each costs this much instead, an XLA and NCCL all-reduce of 14 to 448 KiB
+# between H200s over NVLink inside one program. A step has two per layer, embedding, logits and status.
+ALL_REDUCE_US = 22.0
+LAYERS = {"kimi": ("kimi_k2.6", 61), "glm": ("glm_5.2", 78)}
+
+
+class Committed(NamedTuple):
+    kind: str
+    path: str  # relative to the repository
+    record: dict[str, Any]
+
+    @property
+    def how(self) -> How:
+        on_gpu = any(device["platform"] in ("gpu", "cuda") for device in self.record["devices"])
+        return "rank slice on one H200" if on_gpu else "CPU mesh"
+
+
+def committed(root: pathlib.Path = RESULTS) -> list[Committed]:
+    """Returns the committed records of runs that ended well, oldest first."""
+    found = []
+    for path in sorted(root.glob("*/*.json")):
+        content = record.read(path)
+        if content["status"] == "ok":
+            name = path.relative_to(root.parents[1]) if root.is_relative_to(ROOT) else path
+            found.append(Committed(path.parent.name, str(name), content))
+    return sorted(found, key=lambda c: c.record["created_utc"])
+
+
+def newest(kind: str, root: pathlib.Path = RESULTS) -> Committed | None:
+    """Returns the newest committed record of a launcher, or None."""
+    return next((c for c in reversed(committed(root)) if c.kind == kind), None)
+
+
+def measured(root: pathlib.Path = RESULTS) -> dict[str, Found]:
+    """Returns every committed metric, and what follows from them under the names that claims ask for."""
+    found: dict[str, Found] = {}
+    for item in committed(root):
+        if item.kind == "reproduce":
+            continue  # a report holds what others measured
+        note = "uncommitted changes" if item.record["git"]["dirty"] else ""
+        found |= {k: Found(v, item.how, item.path, note) for k, v in item.record["metrics"].items()}
+    return found | _layers(found) | _false_positives(found)
+
+
+def _layers(found: dict[str, Found]) -> dict[str, Found]:
+    """Returns decode rates and format ratios from the layer benchmark of ``kernel_bench``."""
+    derived: dict[str, Found] = {}
+    for short, (model, layers) in LAYERS.items():
+        for name, layer in found.items():
+            match = re.fullmatch(rf"layer\.{short}\.(bf16|fp8)\.b(\d+)\.us", name)
+            if not match or layer.how != "rank slice on one H200":
+                continue
+            cache, rows = match[1], int(match[2])
+            step_us = layers * layer.value + (2 * layers + 3) * ALL_REDUCE_US
+            note = (
+                f"estimate: {layers} x the layer's time + {2 * layers + 3} all-reduces of "
+                f"{ALL_REDUCE_US:g} us; context 2,048; embedding, head and sampling left out"
+            )
+            arm = cache if short == "kimi" else "w_int4"
+            if short == "kimi" or cache == "fp8":  # GLM's INT4 rows ran on an 8-bit cache
+                name = f"decode.{model}.{arm}.c{rows}.tok_s"
+                derived[name] = Found(1e6 * rows / step_us, layer.how, layer.record, note)
+            other = found.get(f"layer.{short}.bf16.b{rows}.us")
+            if cache == "fp8" and other and other.record == layer.record:
+                ratio = f"layer.{model}.fp8_over_bf16.c{rows}"
+                note = "rates of one layer on one rank, no collectives, context 2,048"
+                derived[ratio] = Found(other.value / layer.value, layer.how, layer.record, note)
+    return derived
+
+
+def _false_positives(found: dict[str, Found]) -> dict[str, Found]:
+    checks, wrong = (found.get(f"clean.tags.{name}") for name in ("page_checks", "false_positives"))
+    if checks is None or wrong is None:
+        return {}
+    bound = stats.rate_upper_bound(int(wrong.value), int(checks.value))
+    note = f"{wrong.value:,.0f} false positives in {checks.value:,.0f} page checks"
+    return {"integrity.false_positive_bound": Found(bound, checks.how, checks.record, note)}
+
+
+def _claims_table(item: Committed) -> str:
+    git = item.record["git"]
+    head = f"From `{item.path}`, commit {git['sha'][:12]}{' with changes' if git['dirty'] else ''}."
+    return f"{head} {tables.tally(item.record['claims'])}.\n\n{tables.settled(item.record['claims'])}"
+
+
+TABLES: dict[str, tuple[str, Callable[[Committed], str]]] = {"claims": ("reproduce", _claims_table)}
+
+
+def fill(text: str, root: pathlib.Path = RESULTS) -> str:
+    """Returns a text with everything between ``<!-- table:NAME -->`` and ``<!-- end -->`` made anew.
+
+    An unknown table, or one without a record, raises ValueError.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        if match[1] not in TABLES:
+            raise ValueError(f"table {match[1]!r}: one of {sorted(TABLES)}")
+        kind, render = TABLES[match[1]]
+        item = newest(kind, root)
+        if item is None:
+            raise ValueError(f"table {match[1]}: there is no record of {kind} under {root}")
+        return f"<!-- table:{match[1]} -->\n{render(item)}\n<!-- end -->"
+
+    return re.sub(r"<!-- table:(\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def adopt(path: pathlib.Path | str, root: pathlib.Path = RESULTS) -> pathlib.Path:
+    """Copies a run's record to where committed records stand, under its date and commit; returns the path.
+
+    A run that did not end well or had uncommitted changes raises ValueError.
+    """
+    content = record.read(path)
+    if content["status"] != "ok" or content["git"]["dirty"]:
+        state = f"status {content['status']}, dirty {content['git']['dirty']}"
+        raise ValueError(
+            f"{path}: only a run that ended well on a clean commit is committed; this has {state}"
+        )
+    match = re.search(r"-m experiments\.(\w+)", content["command"])
+    if match is None:
+        raise ValueError(f"{path}: {content['command']!r} names no launcher of experiments")
+    stamp = re.sub(r"[-:]|\+.*", "", content["created_utc"])
+    target = root / match[1] / f"{stamp}-{content['git']['sha'][:7]}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return record.write_atomic(target, record.dumps(content))
+
+
+def _main(argv: list[str]) -> None:
+    options = flags.FLAGS
+    readme = pathlib.Path(options.readme)
+    try:
+        if options.adopt:
+            print(adopt(options.adopt).relative_to(ROOT))
+        before = readme.read_text()
+        after = fill(before)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    if options.check and before != after:
+        sys.exit(f"error: {readme} is not what the records give: run python -m experiments.aggregate")
+    if before != after:
+        record.write_atomic(readme, after)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("readme", str(ROOT / "README.md"), "The file whose tables are filled in.")
+    flags.DEFINE_bool("check", False, "Change nothing; fail if the tables are out of date.")
+    flags.DEFINE_string("adopt", None, "A run's record.json to commit first.")
+    app.run(_main)

@@ -1,0 +1,137 @@
+import subprocess
+import sys
+
+import pytest
+
+from experiments import aggregate, claims, tables
+from kvmem import record
+
+GPU = [{"platform": "gpu", "kind": "NVIDIA H200", "count": 1}]
+CPU = [{"platform": "cpu", "kind": "cpu", "count": 1}]
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Writes records where committed ones would stand."""
+    root = tmp_path / "results"
+
+    def commit(kind, metrics, name="a", **changes):
+        content = dict.fromkeys(record.KEYS, "") | {
+            "schema": record.SCHEMA,
+            "created_utc": "2026-11-01T10:00:00+00:00",
+            "status": "ok",
+            "command": f"python -m experiments.{kind} --config=x",
+            "git": {"sha": "b" * 40, "dirty": False},
+            "devices": CPU,
+            "metrics": metrics,
+            "claims": [],
+            **changes,
+        }
+        (root / kind).mkdir(parents=True, exist_ok=True)
+        path = root / kind / f"{name}.json"
+        path.write_text(record.dumps(content))
+        return path
+
+    commit.root = root
+    return commit
+
+
+def test_measured_takes_the_newest_run_that_ended_well(results):
+    results("kernel_bench", {"copy.gbps": 4100.0, "only_old": 1.0}, "z", devices=GPU)
+    results("kernel_bench", {"copy.gbps": 4200.0}, "b", devices=GPU, created_utc="2026-11-02T10:00:00+00:00")
+    results("kernel_bench", {"copy.gbps": 1.0}, "c", status="failed", created_utc="2026-11-03T10:00:00+00:00")
+    found = aggregate.measured(results.root)
+    assert found["copy.gbps"][:2] == (4200.0, "rank slice on one H200")
+    assert found["copy.gbps"].record.endswith("kernel_bench/b.json")
+    assert found["only_old"].record.endswith("kernel_bench/z.json")
+
+
+def test_measured_of_the_layer_benchmark_gives_rates_and_format_ratios(results):
+    metrics = {"layer.kimi.bf16.b8.us": 120.0, "layer.kimi.fp8.b8.us": 100.0, "layer.glm.fp8.b16.us": 150.0}
+    results("kernel_bench", metrics, devices=GPU)
+    found = aggregate.measured(results.root)
+    assert found["layer.kimi_k2.6.fp8_over_bf16.c8"].value == pytest.approx(1.2)
+    # 61 layers of 100 us and 125 all-reduces of 22 us are 8.85 ms for 8 tokens.
+    assert found["decode.kimi_k2.6.fp8.c8.tok_s"].value == pytest.approx(8 / 8.85e-3)
+    assert found["decode.glm_5.2.w_int4.c16.tok_s"].value == pytest.approx(16 / (78 * 150e-6 + 159 * 22e-6))
+    row = next(c for c in claims.load() if c.id == "kimi.decode.fp8.c8").settle(
+        found["decode.kimi_k2.6.fp8.c8.tok_s"]
+    )
+    assert (row["status"], row["how"]) == ("measured", "rank slice on one H200")
+    assert "estimate" in row["why"]
+
+
+def test_measured_of_a_layer_on_cpu_gives_no_rate(results):
+    results("kernel_bench", {"layer.kimi.fp8.b8.us": 1e5, "layer.kimi.bf16.b8.us": 1e5})
+    assert set(aggregate.measured(results.root)) == {"layer.kimi.fp8.b8.us", "layer.kimi.bf16.b8.us"}
+
+
+def test_measured_of_clean_runs_bounds_the_false_positive_rate(results):
+    results("detection_matrix", {"clean.tags.page_checks": 3_000_000_000, "clean.tags.false_positives": 0})
+    bound = aggregate.measured(results.root)["integrity.false_positive_bound"]
+    assert bound.value == pytest.approx(1e-9, rel=2e-3)
+    assert "3,000,000,000 page checks" in bound.note
+
+
+def test_fill_renders_the_newest_report_and_is_stable(results):
+    rows = claims.settle(claims.load()[:5], {claims.load()[0].metric: claims.Found(140.5, "8 GPUs")})
+    path = results("reproduce", {}, claims=rows)
+    text = aggregate.fill("a\n<!-- table:claims -->\nold\n<!-- end -->\nb\n", results.root)
+    assert "| kimi.decode.bf16.c1 | 137 | 140.5 | tokens/s | 8 GPUs | measured |" in text
+    assert "kimi.decode.bf16.c32 (1,558)" in text
+    assert path.name in text
+    assert "old" not in text
+    assert text.startswith("a\n")
+    assert text.endswith("\nb\n")
+    assert aggregate.fill(text, results.root) == text
+
+
+@pytest.mark.parametrize(("name", "rule"), [("clams", "one of"), ("claims", "no record of reproduce")])
+def test_fill_of_an_unknown_table_or_without_a_record_is_refused(tmp_path, name, rule):
+    with pytest.raises(ValueError, match=rule):
+        aggregate.fill(f"<!-- table:{name} -->\n<!-- end -->", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"status": "interrupted"}, {"git": {"sha": "b" * 40, "dirty": True}}], ids=["status", "dirty"]
+)
+def test_adopt_of_a_run_that_proves_nothing_is_refused(results, tmp_path, changes):
+    path = results("capacity", {}, **changes)
+    with pytest.raises(ValueError, match="ended well on a clean commit"):
+        aggregate.adopt(path, tmp_path / "committed")
+    assert not (tmp_path / "committed").exists()
+
+
+def test_adopt_names_the_record_by_date_and_commit(results, tmp_path):
+    path = aggregate.adopt(results("capacity", {"x": 1}), tmp_path / "committed")
+    assert path == tmp_path / "committed" / "capacity" / "20261101T100000-bbbbbbb.json"
+    assert record.read(path)["metrics"] == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1_026_879_376_368, "1,026,879,376,368"),
+        (554.2712, "554.27"),
+        (-0.79, "-0.79"),
+        (None, "–"),
+        (1e-9, "1e-09"),
+    ],
+)
+def test_number_shows_what_a_reader_compares(value, text):
+    assert tables.number(value) == text
+
+
+def test_plain_pads_columns_and_markdown_escapes_bars():
+    assert tables.plain(["a", "bb"], [["ccc", "d"]]) == "a    bb\n-------\nccc  d"
+    assert tables.markdown(["a"], [["x|y"]]) == "| a |\n| --- |\n| x\\|y |"
+
+
+def test_aggregate_check_of_a_stale_readme_fails_and_changes_nothing(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- table:clams -->\n<!-- end -->\n")
+    command = [sys.executable, "-m", "experiments.aggregate", "--check", f"--readme={readme}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=aggregate.ROOT)
+    assert done.returncode == 1
+    assert "table 'clams'" in done.stderr
+    assert readme.read_text() == "<!-- table:clams -->\n<!-- end -->\n"
