@@ -1,0 +1,1 @@
+"""Checkpoints: Hugging Face directories in and out, quantisation on the way, orbax for what was converted."""
