@@ -1,0 +1,317 @@
+"""The check in front of every read and write of cached pages: one batched operation, a report, no exception.
+
+``check`` compares the page table with what each request was promised, in this order: page ids against the
+pool (JAX clamps an out-of-range gather, so a bad id could read a valid tag), then epoch, owner and position,
+then the generation. It runs on the same immutable arrays that the step then reads, so nothing can change in
+between. ``check_content`` adds the digests. ``agree`` makes all ranks of a tensor-parallel group drop the
+same rows.
+
+It fails closed: a row for which the check did not run is not ok. Detector ``off`` is a tracker without device
+operations: the rows that run are returned as they came.
+"""
+
+import dataclasses
+import enum
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Int, UInt32
+
+from kvmem.cache.pages import PADDING_PAGE, Expectation, PageState
+from kvmem.cache.store import KVStore
+from kvmem.cache.tags import DigestTable, page_digest
+
+DETECTORS = ("off", "tags", "tags_digest")
+
+
+class Kind(enum.IntEnum):
+    """Why a row failed; the first that applies at the first logical page that fails."""
+
+    OK = 0
+    UNCHECKED = 1  # the check did not run for the row
+    EPOCH = 2  # the row was given back since
+    RANGE = 3  # a page id outside the pool, or the padding page, in a live column
+    COUNT = 4  # another number of pages than promised, or a column past them that is not the padding page
+    MAPPING = 5  # another page than promised: another owner's, or the right pages in the wrong order
+    GENERATION = 6  # the page was freed, or freed and allocated again
+    CONTENT = 7  # the bytes changed, or were never sealed
+
+
+@typing.no_type_check
+@struct.dataclass
+class IntegrityReport:
+    """What the check found for each row. With detector ``off`` only ``ok_B`` is there, the rest is None.
+
+    Attributes:
+      ok_B: the row was checked and matches: it may read, write and publish.
+      kind_B: a ``Kind``. logical_B: the first failing logical page, -1 if none or if the whole row failed.
+      expected_page_B, found_page_B, expected_generation_B, found_generation_B: at that page; else 0.
+      page_checks: scalar, how many (row, page) pairs were compared.
+    """
+
+    ok_B: Bool[Array, "B"]
+    kind_B: Int[Array, "B"] = None  # type: ignore[assignment]
+    logical_B: Int[Array, "B"] = None  # type: ignore[assignment]
+    expected_page_B: Int[Array, "B"] = None  # type: ignore[assignment]
+    found_page_B: Int[Array, "B"] = None  # type: ignore[assignment]
+    expected_generation_B: UInt32[Array, "B"] = None  # type: ignore[assignment]
+    found_generation_B: UInt32[Array, "B"] = None  # type: ignore[assignment]
+    page_checks: Int[Array, ""] = None  # type: ignore[assignment]
+
+
+@dataclasses.dataclass(frozen=True)
+class Incident:
+    """One mismatch, for the log and for whoever has to explain it."""
+
+    request_id: str
+    step: int
+    row: int
+    kind: str
+    logical_page: int
+    expected_page: int
+    found_page: int
+    expected_generation: int
+    found_generation: int
+
+
+class IntegrityError(RuntimeError):
+    """A request was stopped: its pages are not what it was promised. Raised on the host, per request."""
+
+    def __init__(self, incident: Incident):
+        self.incident = incident
+        super().__init__(
+            f"request {incident.request_id}: {incident.kind} at logical page {incident.logical_page}: "
+            f"expected page {incident.expected_page} generation {incident.expected_generation}, "
+            f"found page {incident.found_page} generation {incident.found_generation}"
+        )
+
+
+def unchecked(row_mask_B: Bool[Array, "B"]) -> IntegrityReport:
+    """The no-op tracker: every row that runs passes; adds no device operation."""
+    return IntegrityReport(ok_B=row_mask_B)
+
+
+def check(state: PageState, expectation: Expectation, row_mask_B: Bool[Array, "B"]) -> IntegrityReport:
+    """Compares the table and the pool's generations with what each masked row was promised."""
+    column_1M = jnp.arange(state.table_BM.shape[1])[None, :]
+    promised_BM = column_1M < expectation.used_B[:, None]
+    in_range_BM = (state.table_BM > PADDING_PAGE) & (state.table_BM < state.num_pages)
+    page_BM = jnp.where(in_range_BM, state.table_BM, PADDING_PAGE)
+    found_generation_BM = state.generation_P[page_BM]
+    kind_BM = jnp.select(
+        [
+            promised_BM & ~in_range_BM,
+            ~promised_BM & (state.table_BM != PADDING_PAGE),
+            promised_BM & (page_BM != expectation.page_BM),
+            promised_BM & (found_generation_BM != expectation.generation_BM),
+        ],
+        [jnp.int32(k) for k in (Kind.RANGE, Kind.COUNT, Kind.MAPPING, Kind.GENERATION)],
+        jnp.int32(Kind.OK),
+    )
+    report = _first(kind_BM, expectation, state.table_BM, found_generation_BM)
+    count_ok_B = (state.used_B == expectation.used_B) & (state.length_B >= 0)
+    count_ok_B &= state.length_B <= state.used_B * state.page_size
+    report = _override(report, ~count_ok_B & (report.kind_B == Kind.OK), Kind.COUNT)
+    report = _override(report, state.epoch_B != expectation.epoch_B, Kind.EPOCH)
+    report = _override(report, ~row_mask_B, Kind.UNCHECKED)
+    checks = jnp.sum(jnp.where(row_mask_B, expectation.used_B, 0))
+    return dataclasses.replace(report, ok_B=report.kind_B == Kind.OK, page_checks=checks)
+
+
+def check_content(
+    report: IntegrityReport,
+    digests: DigestTable,
+    kv: KVStore,
+    state: PageState,
+    expectation: Expectation,
+    *,
+    pages_per_row: int | None = None,
+    step: Int[Array, ""] | None = None,
+) -> IntegrityReport:
+    """Adds the digest comparison for rows that ``report`` still holds ok.
+
+    Args:
+      pages_per_row: None checks every page of a row. A number checks that many, chosen in turn by ``step``,
+      and
+        always the page that is written next, so that sealing it again cannot bless a change.
+
+    A page of which fewer tokens are sealed than the row holds fails: bytes of unknown making are not read.
+    """
+    rows, max_pages = state.table_BM.shape
+    if pages_per_row is None:
+        logical_BA = jnp.broadcast_to(jnp.arange(max_pages, dtype=jnp.int32)[None, :], (rows, max_pages))
+    else:
+        if step is None:
+            raise ValueError(f"pages_per_row is {pages_per_row}: sampling needs the step number")
+        turn_1A = (step * pages_per_row + jnp.arange(pages_per_row, dtype=jnp.int32))[None, :]
+        sampled_BA = turn_1A % jnp.maximum(state.used_B, 1)[:, None]
+        tail_B1 = jnp.clip(state.length_B // state.page_size, 0, max_pages - 1)[:, None]
+        logical_BA = jnp.concatenate([sampled_BA, tail_B1], axis=1)
+    page_BA = jnp.take_along_axis(state.table_BM, logical_BA, axis=1)
+    held_BA = jnp.clip(state.length_B[:, None] - logical_BA * state.page_size, 0, state.page_size)
+    wanted_BA = report.ok_B[:, None] & (held_BA > 0)
+    page_BA = jnp.where(wanted_BA, page_BA, PADDING_PAGE)
+    sealed_BA = digests.tokens_P[page_BA]
+    found_BA2 = page_digest(kv, page_BA.reshape(-1), sealed_BA.reshape(-1)).reshape(*page_BA.shape, 2)
+    same_BA = jnp.all(found_BA2 == digests.digest_P2[page_BA], axis=2) & (sealed_BA >= held_BA)
+    bad_BA = wanted_BA & ~same_BA
+    first_B = jnp.min(jnp.where(bad_BA, logical_BA, max_pages), axis=1)
+    failed_B = first_B < max_pages
+    return _at(report, failed_B, Kind.CONTENT, jnp.minimum(first_B, max_pages - 1), expectation, state)
+
+
+def guard(
+    detector: str,
+    state: PageState,
+    expectation: Expectation,
+    row_mask_B: Bool[Array, "B"],
+    *,
+    kv: KVStore | None = None,
+    digests: DigestTable | None = None,
+    pages_per_row: int | None = None,
+    step: Int[Array, ""] | None = None,
+    axis: str | None = None,
+) -> IntegrityReport:
+    """Runs the configured detector on the arrays that the step is about to read; see ``DETECTORS``.
+
+    Raises:
+      ValueError: an unknown detector, or ``tags_digest`` without bytes and digests.
+    """
+    if detector == "off":
+        return unchecked(row_mask_B)
+    if detector not in DETECTORS:
+        raise ValueError(f"integrity detector {detector!r} is not one of {DETECTORS}")
+    with jax.named_scope("integrity"):
+        report = check(state, expectation, row_mask_B)
+        if detector == "tags_digest":
+            if kv is None or digests is None:
+                raise ValueError("detector tags_digest needs the stored bytes and their digests")
+            report = check_content(
+                report, digests, kv, state, expectation, pages_per_row=pages_per_row, step=step
+            )
+        return report if axis is None else agree(report, axis)
+
+
+def alive(report: IntegrityReport | None, row_mask_B: Bool[Array, "B"]) -> Bool[Array, "B"]:
+    """Returns the rows that may read, write and publish: none at all if there is no report (fail closed)."""
+    if report is None:
+        return jnp.zeros_like(row_mask_B)
+    return report.ok_B & row_mask_B
+
+
+def agree(report: IntegrityReport, axis: str) -> IntegrityReport:
+    """Makes all ranks of ``axis`` report the same: a row is ok if it is ok on every rank.
+
+    A failed row carries the finding of the lowest rank that failed it. Costs one ``pmin`` and a ``psum`` for
+    each finding, of [B] arrays.
+    """
+    if report.kind_B is None:
+        return report
+    rank = lax.axis_index(axis)
+    ranks = lax.axis_size(axis)
+    first_B = lax.pmin(jnp.where(report.ok_B, ranks, rank), axis)
+    ok_B = first_B == ranks
+    speaks_B = (first_B == rank) | (ok_B & (rank == 0))
+    findings = {
+        field.name: getattr(report, field.name) * speaks_B.astype(getattr(report, field.name).dtype)
+        for field in dataclasses.fields(report)
+        if field.name not in ("ok_B", "page_checks")
+    }
+    return dataclasses.replace(report, ok_B=ok_B, **lax.psum(findings, axis))
+
+
+def incidents(report: IntegrityReport, request_ids: Sequence[str | None], step: int) -> list[Incident]:
+    """Reads a report back: one incident for each row with a request (its id not None) that is not ok."""
+    if report.kind_B is None:
+        return []
+    host = jax.tree.map(np.asarray, report)
+    return [
+        Incident(
+            request_id=request_id,
+            step=step,
+            row=row,
+            kind=Kind(int(host.kind_B[row])).name.lower(),
+            logical_page=int(host.logical_B[row]),
+            expected_page=int(host.expected_page_B[row]),
+            found_page=int(host.found_page_B[row]),
+            expected_generation=int(host.expected_generation_B[row]),
+            found_generation=int(host.found_generation_B[row]),
+        )
+        for row, request_id in enumerate(request_ids)
+        if request_id is not None and not host.ok_B[row]
+    ]
+
+
+def _first(
+    kind_BM: Int[Array, "B M"],
+    expectation: Expectation,
+    table_BM: Int[Array, "B M"],
+    found_generation_BM: UInt32[Array, "B M"],
+) -> IntegrityReport:
+    """Picks each row's first failing logical page."""
+    logical_B = jnp.argmax(kind_BM != Kind.OK, axis=1).astype(jnp.int32)
+    failed_B = jnp.any(kind_BM != Kind.OK, axis=1)
+
+    def pick(array_BM: Array) -> Array:
+        value_B = jnp.take_along_axis(array_BM, logical_B[:, None], axis=1)[:, 0]
+        return jnp.where(failed_B, value_B, jnp.zeros((), array_BM.dtype))
+
+    return IntegrityReport(
+        ok_B=~failed_B,
+        kind_B=pick(kind_BM),
+        logical_B=jnp.where(failed_B, logical_B, -1),
+        expected_page_B=pick(expectation.page_BM),
+        found_page_B=pick(table_BM),
+        expected_generation_B=pick(expectation.generation_BM),
+        found_generation_B=pick(found_generation_BM),
+    )
+
+
+def _override(report: IntegrityReport, failed_B: Bool[Array, "B"], kind: Kind) -> IntegrityReport:
+    """Marks whole rows as failed, without a page to point at."""
+
+    def blank(field_B: Array) -> Array:
+        return jnp.where(failed_B, jnp.zeros((), field_B.dtype), field_B)
+
+    return dataclasses.replace(
+        report,
+        ok_B=report.ok_B & ~failed_B,
+        kind_B=jnp.where(failed_B, jnp.int32(kind), report.kind_B),
+        logical_B=jnp.where(failed_B, -1, report.logical_B),
+        expected_page_B=blank(report.expected_page_B),
+        found_page_B=blank(report.found_page_B),
+        expected_generation_B=blank(report.expected_generation_B),
+        found_generation_B=blank(report.found_generation_B),
+    )
+
+
+def _at(
+    report: IntegrityReport,
+    failed_B: Bool[Array, "B"],
+    kind: Kind,
+    logical_B: Int[Array, "B"],
+    expectation: Expectation,
+    state: PageState,
+) -> IntegrityReport:
+    """Marks rows as failed at a logical page."""
+
+    def put(field_B: Array, array_BM: Array) -> Array:
+        return jnp.where(failed_B, jnp.take_along_axis(array_BM, logical_B[:, None], axis=1)[:, 0], field_B)
+
+    return dataclasses.replace(
+        report,
+        ok_B=report.ok_B & ~failed_B,
+        kind_B=jnp.where(failed_B, jnp.int32(kind), report.kind_B),
+        logical_B=jnp.where(failed_B, logical_B, report.logical_B),
+        expected_page_B=put(report.expected_page_B, expectation.page_BM),
+        found_page_B=put(report.found_page_B, state.table_BM),
+        expected_generation_B=put(report.expected_generation_B, expectation.generation_BM),
+        found_generation_B=put(
+            report.found_generation_B, state.generation_P.at[state.table_BM].get(mode="clip")
+        ),
+    )
