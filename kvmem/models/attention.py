@@ -1,0 +1,149 @@
+"""Multi-head latent attention (MLA) over the paged cache, in the naive and in the absorbed form.
+
+A token caches one latent c (width L, after its norm) and one rotary key p (width R, after rotation) that all
+heads share. Naive: keys ``c W_uk`` and values ``c W_uv`` are expanded per head. Absorbed: ``W_uk`` moves into
+the query and ``W_uv`` behind the average, so that the cache is read as it is stored. (DeepSeek-V2,
+arXiv 2405.04434, section 2.1; modeling_deepseek_v3 and modeling_glm_moe_dsa of transformers.)
+"""
+
+import typing
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from kvmem.cache import store
+from kvmem.cache.pages import PADDING_PAGE
+from kvmem.models import layers
+from kvmem.models.config import ModelConfig
+
+Form = Literal["absorbed", "naive"]
+Implementation = Literal["xla", "mosaic"]
+
+
+@typing.no_type_check
+@struct.dataclass
+class Placement:
+    """Where the tokens of a step stand: derived from a StepBatch once, used by every layer.
+
+    ``position_BT`` counts from 0; ``page_BT`` and ``offset_BT`` say where a token is stored (the padding page
+    for tokens that are not real); ``total_B`` is the row's length after the step.
+    """
+
+    position_BT: Int[Array, "B T"]
+    page_BT: Int[Array, "B T"]
+    offset_BT: Int[Array, "B T"]
+    table_BM: Int[Array, "B M"]
+    total_B: Int[Array, "B"]
+
+
+def place(
+    num_new_B: Int[Array, "B"],
+    length_B: Int[Array, "B"],
+    table_BM: Int[Array, "B M"],
+    steps: int,
+    page_size: int,
+) -> Placement:
+    """Places ``steps`` tokens a row after its cached ones; past ``num_new_B`` or the table they are padding."""
+    step_1T = jnp.arange(steps, dtype=jnp.int32)[None, :]
+    position_BT = length_B[:, None] + step_1T
+    logical_BT = position_BT // page_size
+    real_BT = (step_1T < num_new_B[:, None]) & (logical_BT < table_BM.shape[1])
+    page_BT = jnp.take_along_axis(table_BM, logical_BT, axis=1, mode="clip")
+    return Placement(
+        position_BT=position_BT,
+        page_BT=jnp.where(real_BT, page_BT, PADDING_PAGE),
+        offset_BT=position_BT % page_size,
+        table_BM=table_BM,
+        total_B=length_B + num_new_B,
+    )
+
+
+def visible(at: Placement, context: int) -> Bool[Array, "B T S"]:
+    """Which of ``context`` cached positions each new token may see: its own and those before it."""
+    return jnp.arange(context, dtype=jnp.int32)[None, None, :] <= at.position_BT[:, :, None]
+
+
+def project(
+    weights: dict,
+    config: ModelConfig,
+    at: Placement,
+    normed_BTD: Float[Array, "B T D"],
+    frequencies: np.ndarray,
+) -> tuple[Float[Array, "B T Q"], Float[Array, "B T H N"], Float[Array, "B T H R"], Float[Array, "B T C"]]:
+    """Query residual, query without and with position per (local) head, and the token's new cache entry."""
+    latent_width = config.kv_lora_rank
+    residual_BTQ = layers.rmsnorm(
+        layers.linear(normed_BTD, weights["q_a"]), weights["q_a_norm"], config.lora_norm_eps
+    )
+    query_BTHA = rearrange(
+        layers.linear(residual_BTQ, weights["q_b"]), "B T (H A) -> B T H A", A=config.qk_head_dim
+    )
+    nope_BTHN = query_BTHA[..., : config.qk_nope_head_dim]
+    rope_BTHR = layers.rotate(query_BTHA[..., config.qk_nope_head_dim :], at.position_BT, frequencies)
+    compressed_BTC = layers.linear(normed_BTD, weights["kv_a"])
+    latent_BTL = layers.rmsnorm(
+        compressed_BTC[..., :latent_width], weights["kv_a_norm"], config.lora_norm_eps
+    )
+    key_BTR = layers.rotate(compressed_BTC[..., latent_width:], at.position_BT, frequencies)
+    return residual_BTQ, nope_BTHN, rope_BTHR, jnp.concatenate([latent_BTL, key_BTR], axis=-1)
+
+
+def attend(
+    weights: dict,
+    config: ModelConfig,
+    kv: store.KVStore,
+    layer: int | Int[Array, ""],
+    at: Placement,
+    nope_BTHN: Float[Array, "B T H N"],
+    rope_BTHR: Float[Array, "B T H R"],
+    allowed_BTS: Bool[Array, "B T S"],
+    form: Form,
+) -> Float[Array, "B T A"]:
+    """Attention output of the local heads before the output projection, A = H * V, heads outermost.
+
+    Reads the cache of ``layer`` through the pages; ``allowed_BTS`` is false where a token must not look.
+    """
+    dtype = nope_BTHN.dtype
+    cached_BSC = store.gather_latent(kv, layer, at.table_BM, dtype, at.total_B)
+    latent_BSL, key_BSR = jnp.split(cached_BSC, [config.kv_lora_rank], axis=-1)
+    if form == "naive":
+        key_BSHN = layers.einsum("BSL,HNL->BSHN", latent_BSL, weights["w_uk"]).astype(dtype)
+        value_BSHV = layers.einsum("BSL,HVL->BSHV", latent_BSL, weights["w_uv"]).astype(dtype)
+        score_BTHS = layers.einsum("BTHN,BSHN->BTHS", nope_BTHN, key_BSHN)
+        score_BTHS += layers.einsum("BTHR,BSR->BTHS", rope_BTHR, key_BSR)
+        share_BTHS = _softmax(score_BTHS, allowed_BTS, config.softmax_scale).astype(dtype)
+        out_BTHV = layers.einsum("BTHS,BSHV->BTHV", share_BTHS, value_BSHV).astype(dtype)
+        return rearrange(out_BTHV, "B T H V -> B T (H V)")
+    query_BTHC = absorb(weights, nope_BTHN, rope_BTHR)
+    score_BTHS = layers.einsum("BTHC,BSC->BTHS", query_BTHC, cached_BSC)
+    share_BTHS = _softmax(score_BTHS, allowed_BTS, config.softmax_scale).astype(dtype)
+    mean_BTHL = layers.einsum("BTHS,BSL->BTHL", share_BTHS, latent_BSL).astype(dtype)
+    return expand(weights, mean_BTHL)
+
+
+def absorb(
+    weights: dict, nope_BTHN: Float[Array, "B T H N"], rope_BTHR: Float[Array, "B T H R"]
+) -> Float[Array, "B T H C"]:
+    """The query that is multiplied with cache entries as stored: ``[q W_uk ; q_rope]``."""
+    latent_BTHL = layers.einsum("BTHN,HNL->BTHL", nope_BTHN, weights["w_uk"]).astype(nope_BTHN.dtype)
+    return jnp.concatenate([latent_BTHL, rope_BTHR], axis=-1)
+
+
+def expand(weights: dict, mean_BTHL: Float[Array, "B T H L"]) -> Float[Array, "B T A"]:
+    """Values per head from the averaged latent, ``u W_uv``, heads outermost."""
+    out_BTHV = layers.einsum("BTHL,HVL->BTHV", mean_BTHL, weights["w_uv"]).astype(mean_BTHL.dtype)
+    return rearrange(out_BTHV, "B T H V -> B T (H V)")
+
+
+def _softmax(
+    score_BTHS: Float[Array, "B T H S"], allowed_BTS: Bool[Array, "B T S"], scale: float
+) -> Float[Array, "B T H S"]:
+    # A finite floor, not -inf: a padding row may see nothing, and must not turn into NaN.
+    allowed_BTHS = jnp.broadcast_to(allowed_BTS[:, :, None, :], score_BTHS.shape)
+    masked_BTHS = jnp.where(allowed_BTHS, score_BTHS * scale, jnp.finfo(jnp.float32).min)
+    return jax.nn.softmax(masked_BTHS, axis=-1)

@@ -1,0 +1,262 @@
+"""The forward pass of both models: one function for prefill, decode and several draft tokens.
+
+Layers that repeat run in one ``lax.fori_loop`` over stacked weights with a traced layer index; the cache
+pools are carried through and never sliced. Under tensor parallelism the same function runs inside
+``jax.shard_map`` on local shards: local head count and widths come from the arrays' shapes, and the
+collectives are explicit (see ``collectives``).
+"""
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvmem.cache import store
+from kvmem.models import attention, indexer, layers, moe
+from kvmem.models.attention import Form, Implementation, Placement
+from kvmem.models.config import ModelConfig
+from kvmem.models.params import Params
+
+
+@typing.no_type_check
+@struct.dataclass
+class StepBatch:
+    """The tokens of one step. Token t of row b has position ``length_B[b] + t``, real if t < num_new_B[b].
+
+    ``length_B`` counts the tokens cached before the step; ``table_BM`` holds the row's physical pages. A dead
+    row has ``num_new_B = 0``: it writes to the padding page only, and its logits mean nothing.
+    """
+
+    tokens_BT: Int[Array, "B T"]
+    num_new_B: Int[Array, "B"]
+    length_B: Int[Array, "B"]
+    table_BM: Int[Array, "B M"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What differs between layers: a dense or MoE feed-forward, an own indexer or not."""
+
+    dense: bool
+    full_indexer: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """``times`` repetitions of the layer kinds in ``body``, from layer ``first`` on."""
+
+    first: int
+    times: int
+    body: tuple[Kind, ...]
+
+
+@functools.lru_cache
+def schedule(config: ModelConfig) -> tuple[Loop, ...]:
+    """The layers as few loops: Kimi K2.6 is 1 + 60, GLM 5.2 is 3 + 18 x (3 shared, 1 full) + 3."""
+    kinds = [Kind(i < config.num_dense_layers, config.is_full_indexer(i)) for i in range(config.num_layers)]
+    loops = []
+    at = 0
+    while at < len(kinds):
+        covered, period = 1, 1
+        for candidate in range(1, (len(kinds) - at) // 2 + 1):
+            body = kinds[at : at + candidate]
+            times = 1
+            while kinds[at + times * candidate : at + (times + 1) * candidate] == body:
+                times += 1
+            if times > 1 and times * candidate > covered:
+                covered, period = times * candidate, candidate
+        loops.append(Loop(at, covered // period, tuple(kinds[at : at + period])))
+        at += covered
+    return tuple(loops)
+
+
+def cache_shape(config: ModelConfig, *, mtp: bool = False) -> store.CacheShape:
+    """The cache that the model needs; with ``mtp`` one more layer and index layer for each MTP layer."""
+    extra = config.mtp_layers if mtp else 0
+    return store.CacheShape(
+        num_layers=config.num_layers + extra,
+        num_index_layers=config.num_index_layers + extra if config.indexer else 0,
+        latent=config.kv_lora_rank,
+        rope=config.qk_rope_head_dim,
+        index_dim=config.indexer.head_dim if config.indexer else 0,
+    )
+
+
+def collectives(config: ModelConfig) -> dict[str, int]:
+    """How often each collective runs in one forward pass over a mesh axis."""
+    return {
+        "embedding_sum": 1,
+        "attention_sum": config.num_layers,
+        "mlp_sum": config.num_layers,
+        "logits_gather": 1,
+    }
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    kv: store.KVStore,
+    batch: StepBatch,
+    *,
+    attention: Form = "absorbed",
+    implementation: Implementation = "xla",
+    axis: str | None = None,
+    all_logits: bool = False,
+) -> tuple[Float[Array, "..."], store.KVStore]:
+    """One step: caches the new tokens and returns next-token logits.
+
+    Every layer writes its new tokens to the cache first and reads them back through the pages, so prefill
+    sees its own tokens as stored. Same function for prefill (T = chunk) and decode (T = 1).
+
+    Args:
+      attention: the form of MLA; both give the same result up to rounding.
+      implementation: "xla" (any page size, any device) or "mosaic" (Hopper kernels).
+      axis: mesh axis of tensor parallelism, inside ``jax.shard_map``; None on a single rank.
+      all_logits: f32 [B, T, W] for every token instead of [B, W] for each row's last real one.
+    """
+    hidden_BTD, kv = backbone(
+        params, config, kv, batch, form=attention, implementation=implementation, axis=axis
+    )
+    if not all_logits:
+        last_B = jnp.maximum(batch.num_new_B - 1, 0)
+        hidden_BTD = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)
+    logits_BTW = head(params, hidden_BTD, axis)
+    return (logits_BTW if all_logits else logits_BTW[:, 0]), kv
+
+
+def backbone(
+    params: Params,
+    config: ModelConfig,
+    kv: store.KVStore,
+    batch: StepBatch,
+    *,
+    form: Form = "absorbed",
+    implementation: Implementation = "xla",
+    axis: str | None = None,
+) -> tuple[Float[Array, "B T D"], store.KVStore]:
+    """The hidden state after the last layer and the final norm, and the cache with the new tokens."""
+    at = attention.place(
+        batch.num_new_B, batch.length_B, batch.table_BM, batch.tokens_BT.shape[1], kv.page_size
+    )
+    hidden_BTD = embed(params, batch.tokens_BT, axis)
+    allowed_BTS = attention.visible(at, batch.table_BM.shape[1] * kv.page_size)
+    step = functools.partial(
+        decoder_layer, params, config, at, form=form, implementation=implementation, axis=axis
+    )
+    index_layer = 0
+    for loop in schedule(config):
+        full = sum(kind.full_indexer for kind in loop.body)
+
+        def run(i, carry, loop=loop, full=full, index_layer=index_layer):
+            layer, at_index = loop.first + i * len(loop.body), index_layer + i * full
+            for kind in loop.body:
+                carry = step(kind, layer, at_index, *carry)
+                layer, at_index = layer + 1, at_index + int(kind.full_indexer)
+            return carry
+
+        carry = (hidden_BTD, kv, allowed_BTS)
+        hidden_BTD, kv, allowed_BTS = (
+            lax.fori_loop(0, loop.times, run, carry) if loop.times > 1 else run(0, carry)
+        )
+        index_layer += full * loop.times
+    return layers.rmsnorm(hidden_BTD, params["final_norm"], config.rms_norm_eps), kv
+
+
+def decoder_layer(
+    params: Params,
+    config: ModelConfig,
+    at: Placement,
+    kind: Kind,
+    layer: int | Int[Array, ""],
+    index_layer: int | Int[Array, ""],
+    hidden_BTD: Float[Array, "B T D"],
+    kv: store.KVStore,
+    allowed_BTS: Bool[Array, "B T S"],
+    *,
+    form: Form,
+    implementation: Implementation,
+    axis: str | None,
+) -> tuple[Float[Array, "B T D"], store.KVStore, Bool[Array, "B T S"]]:
+    """One layer. ``layer`` indexes the cache and the attention stack, ``index_layer`` the indexer's.
+
+    ``allowed_BTS`` is what the layer below attended to: a layer without an own indexer uses it again.
+    """
+    weights = layers.layer_of(params["attention"], layer)
+    frequencies = layers.rope_frequencies(config.rope, config.qk_rope_head_dim)
+    with jax.named_scope("attention"):
+        normed_BTD = layers.rmsnorm(hidden_BTD, weights["input_norm"], config.rms_norm_eps)
+        residual_BTQ, nope_BTHN, rope_BTHR, entry_BTC = attention.project(
+            weights, config, at, normed_BTD, frequencies
+        )
+        kv = store.write_latent(kv, layer, at.page_BT, at.offset_BT, entry_BTC)
+        if kind.full_indexer:
+            with jax.named_scope("indexer"):
+                own = layers.layer_of(params["indexer"], index_layer)
+                key_BTI = indexer.keys(own, config, at, normed_BTD, frequencies)
+                kv = store.write_index(kv, index_layer, at.page_BT, at.offset_BT, key_BTI)
+                allowed_BTS = indexer.select(
+                    own, config, kv, index_layer, at, normed_BTD, residual_BTQ, frequencies
+                )
+        out_BTA = attention.attend(weights, config, kv, layer, at, nope_BTHN, rope_BTHR, allowed_BTS, form)
+        with jax.named_scope("attention_sum"):
+            out_BTD = layers.reduce_sum(layers.partial_linear(out_BTA, weights["o"]), axis)
+        hidden_BTD = hidden_BTD + out_BTD.astype(hidden_BTD.dtype)
+    with jax.named_scope("mlp"):
+        normed_BTD = layers.rmsnorm(hidden_BTD, weights["post_norm"], config.rms_norm_eps)
+        if kind.dense:
+            out_BTD = moe.swiglu(normed_BTD, layers.layer_of(params["dense"], layer))
+        else:
+            moe_layer = layer - config.num_dense_layers
+            out_BTD = _mixture(params["moe"], config, moe_layer, normed_BTD, implementation)
+        with jax.named_scope("mlp_sum"):
+            out_BTD = layers.reduce_sum(out_BTD, axis)
+        hidden_BTD = hidden_BTD + out_BTD.astype(hidden_BTD.dtype)
+    return hidden_BTD, kv, allowed_BTS
+
+
+def _mixture(
+    stack: Params,
+    config: ModelConfig,
+    layer: int | Int[Array, ""],
+    normed_BTD: Float[Array, "B T D"],
+    implementation: Implementation,
+) -> Float[Array, "B T D"]:
+    x_TD = rearrange(normed_BTD, "B T D -> (B T) D")
+    small = layers.layer_of({k: stack[k] for k in ("router", "router_bias", "shared")}, layer)
+    with jax.named_scope("router"):
+        expert_TK, weight_TK = moe.route(small, config, x_TD)
+    with jax.named_scope("experts"):
+        big = layers.layer_of({k: stack[k] for k in ("gate_up", "down")}, layer)
+        routed_TD = moe.experts(x_TD, expert_TK, weight_TK, big["gate_up"], big["down"])
+    with jax.named_scope("shared_expert"):
+        shared_TD = moe.swiglu(x_TD, small["shared"])
+    return rearrange(routed_TD + shared_TD, "(B T) D -> B T D", B=normed_BTD.shape[0])
+
+
+def embed(params: Params, tokens_BT: Int[Array, "B T"], axis: str | None) -> Float[Array, "B T D"]:
+    """Token embeddings; over a mesh axis each rank looks up its part of the vocabulary; the sum is exact."""
+    table_WD = params["embed"]
+    if axis is None:
+        return table_WD.at[tokens_BT].get(mode="clip")
+    local_BT = tokens_BT - lax.axis_index(axis) * table_WD.shape[0]
+    mine_BT = (local_BT >= 0) & (local_BT < table_WD.shape[0])
+    found_BTD = table_WD.at[local_BT].get(mode="clip", wrap_negative_indices=False)
+    own_BTD = jnp.where(mine_BT[..., None], found_BTD, jnp.zeros((), found_BTD.dtype))
+    with jax.named_scope("embedding_sum"):
+        return layers.reduce_sum(own_BTD, axis)
+
+
+def head(params: Params, hidden_BTD: Float[Array, "B T D"], axis: str | None) -> Float[Array, "B T W"]:
+    """Logits in f32 over the whole vocabulary, gathered over the mesh axis."""
+    with jax.named_scope("head"):
+        logits_BTW = layers.partial_linear(hidden_BTD, params["lm_head"])
+        if axis is None:
+            return logits_BTW
+        with jax.named_scope("logits_gather"):
+            return lax.all_gather(logits_BTW, axis, axis=2, tiled=True)

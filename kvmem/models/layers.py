@@ -1,0 +1,117 @@
+"""Layers without state: norms, rotary embedding, linear maps over plain or quantised weights."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kvmem.formats.qtensor import QTensor
+from kvmem.models.config import RopeConfig, yarn_mscale
+
+
+def layer_of(tree, index: int | Int[Array, ""]):
+    """One layer of stacked parameters: entry ``index`` of the leading axis of every array."""
+    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, index, keepdims=False), tree)
+
+
+def plain(weight: Array | QTensor, dtype: jax.typing.DTypeLike) -> Array:
+    """The weight as ``dtype``; a quantised one is dequantised, a plain one must already have it."""
+    return weight.dequantize(dtype) if isinstance(weight, QTensor) else weight
+
+
+def einsum(equation: str, *operands: Array) -> Float[Array, "..."]:
+    """Einsum that accumulates and returns f32; f32 operands are multiplied in full f32, never in TF32."""
+    full = any(x.dtype == jnp.float32 for x in operands)
+    return jnp.einsum(
+        equation,
+        *operands,
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST if full else None,
+    )
+
+
+def linear(x: Float[Array, "... K"], weight: Array | QTensor) -> Float[Array, "... O"]:
+    """``x @ weight.T`` for a weight [O, K], accumulated in f32 and rounded to x's dtype."""
+    return einsum("...k,ok->...o", x, plain(weight, x.dtype)).astype(x.dtype)
+
+
+def partial_linear(x: Float[Array, "... K"], weight: Array | QTensor) -> Float[Array, "... O"]:
+    """As ``linear`` but left in f32: the part of one rank, to be summed over ranks before it is rounded."""
+    return einsum("...k,ok->...o", x, plain(weight, x.dtype))
+
+
+def reduce_sum(x: Float[Array, "..."], axis: str | None) -> Float[Array, "..."]:
+    """The sum over the ranks of mesh axis ``axis`` (an all-reduce); x itself on a single rank."""
+    return x if axis is None else lax.psum(x, axis)
+
+
+def rmsnorm(x: Float[Array, "... D"], weight_D: Float[Array, "D"], epsilon: float) -> Float[Array, "... D"]:
+    """``weight * x / sqrt(mean(x^2) + epsilon)``, in the rounding order of the Hugging Face implementation.
+
+    Mean and normalisation are f32; the normalised value is rounded to x's dtype before the weight multiplies.
+    """
+    real = x.astype(jnp.float32)
+    normal = real * lax.rsqrt(jnp.mean(real * real, axis=-1, keepdims=True) + epsilon)
+    return normal.astype(x.dtype) * _like(weight_D, x)
+
+
+def layernorm(
+    x: Float[Array, "... I"], weight_I: Float[Array, "I"], bias_I: Float[Array, "I"], epsilon: float = 1e-6
+) -> Float[Array, "... I"]:
+    """Mean-subtracting norm with bias, computed in f32 and rounded once."""
+    real = x.astype(jnp.float32)
+    centred = real - jnp.mean(real, axis=-1, keepdims=True)
+    normal = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
+    weight, bias = _like(weight_I, real), _like(bias_I, real)
+    return (normal * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def _like(vector: Float[Array, "D"], x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    return jnp.broadcast_to(vector, x.shape)
+
+
+def rope_frequencies(rope: RopeConfig, width: int) -> np.ndarray:
+    """Radians per position of each pair, f32 [width / 2].
+
+    Plain: theta^(-2i / width). With YaRN (arXiv 2309.00071, as in DeepSeek-V3) pairs that turn more than
+    ``beta_fast`` times within the original context keep it, those below ``beta_slow`` turns are slowed by
+    ``factor``, with a linear ramp between. The cos/sin multiplier mscale / mscale_all_dim must be 1.
+
+    Raises:
+      ValueError: a YaRN config whose multiplier is not 1.
+    """
+    base = rope.theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+    if rope.yarn is None:
+        return base.astype(np.float32)
+    y = rope.yarn
+    if yarn_mscale(y.factor, y.mscale) != yarn_mscale(y.factor, y.mscale_all_dim):
+        raise ValueError(f"mscale={y.mscale}, mscale_all_dim={y.mscale_all_dim}: must be equal")
+
+    def pair_that_turns(times: float) -> float:
+        return width * math.log(y.original_context / (2 * math.pi * times)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(pair_that_turns(y.beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(y.beta_slow)), width - 1)
+    ramp = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0, 1)
+    return (base * (1 - ramp) + base / y.factor * ramp).astype(np.float32)
+
+
+def rotate(
+    x: Float[Array, "B T *H R"], position_BT: Int[Array, "B T"], frequencies: np.ndarray
+) -> Float[Array, "B T *H R"]:
+    """Rotary embedding over interleaved pairs (2i, 2i+1), in place, computed in f32 and rounded once.
+
+    transformers returns the same pairs as all evens, then all odds: a fixed permutation of queries and keys
+    alike, which no dot product sees.
+    """
+    angle = position_BT.astype(jnp.float32)[..., None] * jnp.asarray(frequencies)[None, None]
+    angle = angle.reshape(*angle.shape[:2], *(1,) * (x.ndim - 3), angle.shape[-1])
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    cos, sin = jnp.broadcast_to(jnp.cos(angle), shape), jnp.broadcast_to(jnp.sin(angle), shape)
+    real = x.astype(jnp.float32)
+    even, odd = real[..., 0::2], real[..., 1::2]
+    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
+    return turned.reshape(x.shape).astype(x.dtype)
