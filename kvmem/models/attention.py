@@ -48,7 +48,7 @@ def place(
     steps: int,
     page_size: int,
 ) -> Placement:
-    """Places ``steps`` tokens a row after its cached ones; past ``num_new_B`` or the table they are padding."""
+    """Places ``steps`` tokens a row after its cached ones; past ``num_new_B`` or the table is padding."""
     step_1T = jnp.arange(steps, dtype=jnp.int32)[None, :]
     position_BT = length_B[:, None] + step_1T
     logical_BT = position_BT // page_size
