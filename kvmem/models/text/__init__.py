@@ -1,0 +1,1 @@
+"""Text in and out: tokenizers, both chat formats, tool declarations and calls."""
