@@ -203,7 +203,7 @@ def _sum_tokens(
             1
         )
         salt_Z = _mix(offset_Z + salt * jnp.uint32(2 * lane + 1))
-        token_AZ = _mix(jnp.sum(word_AZW * key_W, axis=2, dtype=jnp.uint32) + salt_Z)
+        token_AZ = _mix(jnp.sum(word_AZW * key_W[None, None], axis=2, dtype=jnp.uint32) + salt_Z[None])
         lanes.append(jnp.sum(jnp.where(live_AZ, token_AZ, jnp.uint32(0)), axis=1, dtype=jnp.uint32))
     return jnp.stack(lanes, axis=1)
 
