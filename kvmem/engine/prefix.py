@@ -138,7 +138,7 @@ class PrefixTree:
         pages: list[tuple[int, int]],
         tenant: str = "",
         origin: Origin = "prefill",
-    ) -> list[int]:
+    ) -> list[Node]:
         """Registers whole pages of a finished prompt.
 
         Args:
@@ -146,18 +146,19 @@ class PrefixTree:
           pages: (physical page, generation) of each logical page.
 
         Returns:
-          The physical pages that the tree took and that must be retained; pages it already held are not among
+          The nodes of pages that the tree took and that must be retained; what it already held is not among
           them.
         """
         self._clock += 1
-        node, taken = self._root(tenant), []
+        node = self._root(tenant)
+        taken: list[Node] = []
         for tokens_of_page, (page, generation) in zip(self._pages(tokens, len(pages)), pages, strict=True):
             key = self._hash(node.key, tokens_of_page)
             child = node.children.get(key)
             if child is None:
                 child = Node(key, tokens_of_page, page, generation, origin, node)
                 node.children[key] = child
-                taken.append(page)
+                taken.append(child)
                 self._nodes += 1
                 self._unlocked += 1
             elif child.tokens != tokens_of_page:

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from kvmem.engine.errors import RequestError
 
 Real = float | int
+Form = Literal["absorbed", "naive"]
+Implementation = Literal["xla", "mosaic"]
 FinishReason = Literal["stop", "length", "integrity", "cancelled", "deadline", "error", "refused"]
 FINISH_REASONS: tuple[str, ...] = ("stop", "length", "integrity", "cancelled", "deadline", "error", "refused")
 SUCCESS: frozenset[str] = frozenset({"stop", "length"})
@@ -236,8 +238,8 @@ class EngineConfig:
     prefix_cache: bool = True
     reuse: str = "recompute"
     overlap: bool = True
-    attention: str = "absorbed"
-    implementation: str = "xla"
+    attention: Form = "absorbed"
+    implementation: Implementation = "xla"
 
     def __post_init__(self) -> None:
         for name in (

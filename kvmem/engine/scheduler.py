@@ -219,6 +219,10 @@ class Scheduler:
         """Free pages of the decode pool."""
         return self.config.decode_pages - 1 - self._decode_pages_used
 
+    def sync_decode_free(self, free: int) -> None:
+        """Takes over the decode pool's free pages as the device counts them, after a failure."""
+        self._decode_pages_used = self.config.decode_pages - 1 - free
+
     def rows(self, phase: Phase) -> list[Sequence]:
         """Sequences in a phase, in arrival order."""
         return sorted((s for s in self.live.values() if s.phase is phase), key=lambda s: s.order)
