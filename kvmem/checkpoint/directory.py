@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvmem import record
 from kvmem.checkpoint import safetensors_io
 from kvmem.checkpoint.safetensors_io import SafetensorsFile, TensorInfo
 from kvmem.models.params import CheckpointTensor
@@ -107,12 +108,6 @@ def write(
             safetensors_io.write(path / name, shard, value)
         weight_map |= {tensor.name: name for tensor in shard}
         total += sum(tensor.nbytes for tensor in shard)
-    write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    write_json(path / "config.json", config)
-
-
-def write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
-    """Writes a JSON file in one step."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    partial.replace(path)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    record.write_atomic(path / INDEX, record.dumps(index))
+    record.write_atomic(path / "config.json", record.dumps(config))
