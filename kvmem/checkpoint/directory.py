@@ -92,19 +92,20 @@ def write(
     shards: list[list[CheckpointTensor]],
     value: Callable[[str], np.ndarray],
     *,
-    complete: Callable[[pathlib.Path], bool] = lambda _: False,
+    complete: Callable[[pathlib.Path, list[CheckpointTensor]], bool] = lambda path, shard: False,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> None:
     """Writes the files, then the index, then config.json: a directory with a config.json is complete.
 
-    ``complete(file)`` says whether a file of an interrupted run can stay; ``value(name)`` makes each tensor.
+    ``complete(file, shard)`` says whether a file of an interrupted run can stay; ``value(name)`` makes each
+    tensor.
     """
     path.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(progress(shards), 1):
         name = shard_name(number, len(shards))
-        if not complete(path / name):
+        if not complete(path / name, shard):
             safetensors_io.write(path / name, shard, value)
         weight_map |= {tensor.name: name for tensor in shard}
         total += sum(tensor.nbytes for tensor in shard)
