@@ -259,4 +259,4 @@ def head(params: Params, hidden_BTD: Float[Array, "B T D"], axis: str | None) ->
         if axis is None:
             return logits_BTW
         with jax.named_scope("logits_gather"):
-            return lax.all_gather(logits_BTW, axis, axis=2, tiled=True)
+            return lax.all_gather(logits_BTW, axis, axis=2, tiled=True, to="invarying")

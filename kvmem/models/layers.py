@@ -1,5 +1,6 @@
 """Layers without state: norms, rotary embedding, linear maps over plain or quantised weights."""
 
+import functools
 import math
 
 import jax
@@ -23,14 +24,18 @@ def plain(weight: Array | QTensor, dtype: jax.typing.DTypeLike) -> Array:
 
 
 def einsum(equation: str, *operands: Array) -> Float[Array, "..."]:
-    """Einsum that accumulates and returns f32; f32 operands are multiplied in full f32, never in TF32."""
-    full = any(x.dtype == jnp.float32 for x in operands)
-    return jnp.einsum(
-        equation,
-        *operands,
-        preferred_element_type=jnp.float32,
-        precision=lax.Precision.HIGHEST if full else None,
-    )
+    """Einsum that accumulates and returns f32; f32 operands are multiplied in full f32, never in TF32.
+
+    On a CPU bf16 operands are widened first, which changes no product: XLA has no bf16 x bf16 -> f32 there.
+    """
+    product = functools.partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
+    if any(x.dtype == jnp.float32 for x in operands):
+        return product(*operands, precision=lax.Precision.HIGHEST)
+
+    def widened(*narrow: Array) -> Array:
+        return product(*(x.astype(jnp.float32) for x in narrow), precision=lax.Precision.HIGHEST)
+
+    return lax.platform_dependent(*operands, cpu=widened, default=product)
 
 
 def linear(x: Float[Array, "... K"], weight: Array | QTensor) -> Float[Array, "... O"]:
