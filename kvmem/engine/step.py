@@ -148,8 +148,13 @@ def init(
     )
 
 
-def guard(config: StepConfig, state: PoolState, mask_B: Bool[Array, "B"]) -> IntegrityReport:
-    """Runs the configured detector over the masked rows."""
+def guard(
+    config: StepConfig,
+    state: PoolState,
+    mask_B: Bool[Array, "B"],
+    written_B: Int[Array, "B"] | None = None,
+) -> IntegrityReport:
+    """Runs the configured detector over the masked rows, of which ``written_B`` tokens are stored."""
     return integrity.guard(
         config.detector,
         state.pages,
@@ -157,6 +162,7 @@ def guard(config: StepConfig, state: PoolState, mask_B: Bool[Array, "B"]) -> Int
         mask_B,
         kv=state.kv,
         digests=state.digests,
+        written_B=written_B,
         step=state.step,
         axis=config.axis,
     )
@@ -176,7 +182,7 @@ def _step(
     page_state, room_B = pages.append(state.pages, jnp.where(asked_B, num_new_B, 0))
     expectation = tags.extend(state.expectation, page_state, asked_B & room_B)
     state = dataclasses.replace(state, pages=page_state, expectation=expectation)
-    check = guard(config, state, asked_B)
+    check = guard(config, state, asked_B, start_B)
     intact_B = integrity.alive(check, asked_B)
     run_B = intact_B & room_B
 
