@@ -22,7 +22,7 @@ import jax
 from jax.sharding import Mesh
 
 from kvmem.cache.integrity import IntegrityReport, Kind
-from kvmem.engine import fingerprint, metrics, rows, workload
+from kvmem.engine import fingerprint, metrics, rows, step, workload
 from kvmem.engine.errors import FingerprintMismatch, RequestError, TransferFailed
 from kvmem.engine.metrics import Incident
 from kvmem.engine.pools import POOLS, CompileCounter, DevicePools, Fault, Pool
@@ -126,7 +126,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Plans and launches one step, reads the one before, and returns what happened to requests."""
-        begun, waited = time.perf_counter(), self.seconds["device_wait"]
+        begun, busy = time.perf_counter(), time.thread_time()
         events: list[Event] = []
         self._strike()
         plan = self.scheduler.plan(self.now())
@@ -146,9 +146,8 @@ class Engine:
         if self._distrust:
             self._resync()
         self.counters["steps"] += 1
-        total = time.perf_counter() - begun
-        self.seconds["total"] += total
-        self.seconds["host"] += total - (self.seconds["device_wait"] - waited)
+        self.seconds["total"] += time.perf_counter() - begun
+        self.seconds["host"] += time.thread_time() - busy
         return events
 
     def run(self, requests: Iterable[Request]) -> list[RequestResult]:
@@ -255,6 +254,7 @@ class Engine:
         self._tree = PrefixTree(self.config.page_size, self._salt)
         self._prefill_free = self.config.prefill_pages - 1
         self._compiles_warm = self._compiles.count
+        self._start, self._skipped = self._clock(), 0.0
 
     # Launching
 
@@ -378,25 +378,23 @@ class Engine:
         """Reads one step's report: publishes tokens of rows that passed, fails the others."""
         begun = time.perf_counter()
         report = flight.report
-        ran, token, logprob, cause, free = jax.device_get(
-            (report.ran_B, report.token_B, report.logprob_B, report.cause_B, report.free)
-        )
+        outcome = step.read(report)
         read = time.perf_counter()
         self.seconds["device_wait"] += read - begun
         now = self.now()
-        drifted = flight.free is not None and int(free) != flight.free
-        tokens, failed, logprobs = token.tolist(), [], logprob.tolist()
+        drifted = flight.free is not None and outcome.free != flight.free
+        failed = []
         for sequence, attempt, row, last in flight.rows:
             if sequence.phase is Phase.DONE or sequence.attempt != attempt:
                 continue
-            if not ran[row]:
+            if not outcome.ran[row]:
                 failed.append((sequence, row))
             elif last:
                 if flight.pool == "prefill":
                     self._finished_prefill(sequence, row, report)
-                self._publish(sequence, tokens[row], logprobs[row], now, events)
+                self._publish(sequence, outcome.token[row], outcome.logprob[row], now, events)
         for sequence, row in failed:
-            self._fail(sequence, flight.pool, Cause(int(cause[row])), (report.check, row), events)
+            self._fail(sequence, flight.pool, Cause(outcome.cause[row]), (report.check, row), events)
         if drifted and not self._distrust:
             self.counters["drift"] += 1
             self._distrust = True

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from kvmem.engine.errors import RequestError
 
 Real = float | int
+Weights = Literal["f32", "bf16", "fp8_block", "int4_group"]
 Form = Literal["absorbed", "naive"]
 Implementation = Literal["xla", "mosaic"]
 FinishReason = Literal["stop", "length", "integrity", "cancelled", "deadline", "error", "refused"]
@@ -171,7 +172,7 @@ class Event:
 class PhaseFormat:
     """How one phase holds weights and cache: names known to kvmem.models.params and kvmem.cache.store."""
 
-    weights: str
+    weights: Weights
     cache: str
     index: str | None = None
     scale: Real = 1.0

@@ -152,17 +152,20 @@ class Cluster:
 
     def step(self) -> list[Event]:
         """One step of every replica that has work. A result names its replica."""
-        events = []
-        for index, replica in enumerate(self.replicas):
-            if replica.idle:
-                continue
-            for event in replica.step():
-                if event.result is not None:
-                    self._where.pop(event.request_id, None)
-                    event = dataclasses.replace(
-                        event, result=dataclasses.replace(event.result, replica=index)
-                    )
-                events.append(event)
+        return [
+            event
+            for i, replica in enumerate(self.replicas)
+            if not replica.idle
+            for event in self._step_one(i)
+        ]
+
+    def _step_one(self, index: int) -> list[Event]:
+        events = self.replicas[index].step()
+        for at, event in enumerate(events):
+            if event.result is not None:
+                self._where.pop(event.request_id, None)
+                result = dataclasses.replace(event.result, replica=index)
+                events[at] = dataclasses.replace(event, result=result)
         return events
 
     def now(self) -> Real:

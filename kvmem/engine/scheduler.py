@@ -277,6 +277,9 @@ class Scheduler:
 
     def _enter_decode(self, plan: Plan, launch: list[Sequence]) -> None:
         """Resumes retracted rows, then takes in prefilled ones; both join this step's decode."""
+        ready = [] if self.retracted else self.rows(Phase.READY)
+        if not (self.retracted or ready):
+            return
         growth = sum(self._growth(s) for s in launch)
         self.retracted.sort(key=lambda s: s.order)
         while self.retracted and self.retracted[0] not in plan.retract:
@@ -289,7 +292,7 @@ class Scheduler:
             launch.append(sequence)
         if self.retracted:
             return
-        for sequence in self.rows(Phase.READY):
+        for sequence in ready:
             if not self._fits_decode(sequence, sequence.prompt_length, growth, empty=not self._decode):
                 sequence.bypassed += 1
                 if sequence.bypassed > self.config.max_bypass:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
@@ -77,20 +78,43 @@ class StepReport:
     """What the host reads of a step: small arrays only.
 
     Attributes:
-      ran_B: rows that were asked for, passed the check and produced a token (``token_B``, ``logprob_B``).
-      cause_B: of each row after the step.
+      outcome: one array, so that reading it is one copy; see ``Outcome``.
       check: what the check found, or None if it did not run, which fails every row.
-      free: free pages.
       promised: of a prefill step, the pages of each row and their generations, for the prefix tree.
     """
 
-    ran_B: Bool[Array, "B"]
-    token_B: Int[Array, "B"]
-    logprob_B: Float[Array, "B"]
-    cause_B: Int[Array, "B"]
+    outcome: Int[Array, "5 B"]
     check: IntegrityReport | None
-    free: Int[Array, ""]
     promised: Expectation | None
+
+
+class Outcome(typing.NamedTuple):
+    """A step's outcome on the host.
+
+    Attributes:
+      ran: rows that were asked for, passed the check and produced a token. token, logprob: that token.
+      cause: of each row after the step, a Cause.
+      free: free pages of the pool after the step.
+    """
+
+    ran: list[bool]
+    token: list[int]
+    logprob: list[float]
+    cause: list[int]
+    free: int
+
+
+def read(report: StepReport) -> Outcome:
+    """Waits for a step and reads its outcome."""
+    outcome = np.asarray(report.outcome)
+    ran, token, logprob, cause, free = outcome
+    return Outcome(
+        ran.astype(bool).tolist(),
+        token.tolist(),
+        logprob.view(np.float32).tolist(),
+        cause.tolist(),
+        int(free[0]),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,13 +172,8 @@ def init(
     )
 
 
-def guard(
-    config: StepConfig,
-    state: PoolState,
-    mask_B: Bool[Array, "B"],
-    written_B: Int[Array, "B"] | None = None,
-) -> IntegrityReport:
-    """Runs the configured detector over the masked rows, of which ``written_B`` tokens are stored."""
+def guard(config: StepConfig, state: PoolState, mask_B: Bool[Array, "B"]) -> IntegrityReport:
+    """Runs the configured detector over the masked rows."""
     return integrity.guard(
         config.detector,
         state.pages,
@@ -162,7 +181,6 @@ def guard(
         mask_B,
         kv=state.kv,
         digests=state.digests,
-        written_B=written_B,
         step=state.step,
         axis=config.axis,
     )
@@ -182,7 +200,7 @@ def _step(
     page_state, room_B = pages.append(state.pages, jnp.where(asked_B, num_new_B, 0))
     expectation = tags.extend(state.expectation, page_state, asked_B & room_B)
     state = dataclasses.replace(state, pages=page_state, expectation=expectation)
-    check = guard(config, state, asked_B, start_B)
+    check = guard(config, state, asked_B)
     intact_B = integrity.alive(check, asked_B)
     run_B = intact_B & room_B
 
@@ -198,15 +216,16 @@ def _step(
         state.cause_B,
     )
     token_B = jnp.where(good_B, sampled.token_B, state.token_B)
-    report = StepReport(
-        ran_B=good_B,
-        token_B=token_B,
-        logprob_B=sampled.logprob_B,
-        cause_B=cause_B,
-        check=check,
-        free=page_state.free_count,
-        promised=None,
+    outcome = jnp.stack(
+        [
+            good_B.astype(jnp.int32),
+            token_B,
+            jax.lax.bitcast_convert_type(sampled.logprob_B, jnp.int32),
+            cause_B,
+            jnp.full_like(cause_B, page_state.free_count),
+        ]
     )
+    report = StepReport(outcome=outcome, check=check, promised=None)
     state = dataclasses.replace(
         state, kv=kv, digests=digests, cause_B=cause_B, token_B=token_B, step=state.step + 1
     )
