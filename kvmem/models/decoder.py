@@ -9,6 +9,7 @@ collectives are explicit (see ``collectives``).
 import dataclasses
 import functools
 import typing
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,16 @@ class Kind:
 
     dense: bool
     full_indexer: bool
+
+
+class Stand(NamedTuple):
+    """Where a layer's weights stand in their stacks, and its entries in the cache pools."""
+
+    attention: int | Int[Array, ""]
+    mlp: int | Int[Array, ""]
+    indexer: int | Int[Array, ""]
+    cache: int | Int[Array, ""]
+    index_cache: int | Int[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +167,8 @@ def backbone(
         def run(i, carry, loop=loop, full=full, index_layer=index_layer):
             layer, at_index = loop.first + i * len(loop.body), index_layer + i * full
             for kind in loop.body:
-                carry = step(kind, layer, at_index, *carry)
+                mlp = layer if kind.dense else layer - config.num_dense_layers
+                carry = step(kind, Stand(layer, mlp, at_index, layer, at_index), *carry)
                 layer, at_index = layer + 1, at_index + int(kind.full_indexer)
             return carry
 
@@ -173,8 +185,7 @@ def decoder_layer(
     config: ModelConfig,
     at: Placement,
     kind: Kind,
-    layer: int | Int[Array, ""],
-    index_layer: int | Int[Array, ""],
+    stand: Stand,
     hidden_BTD: Float[Array, "B T D"],
     kv: store.KVStore,
     allowed_BTS: Bool[Array, "B T S"],
@@ -183,37 +194,38 @@ def decoder_layer(
     implementation: Implementation,
     axis: str | None,
 ) -> tuple[Float[Array, "B T D"], store.KVStore, Bool[Array, "B T S"]]:
-    """One layer. ``layer`` indexes the cache and the attention stack, ``index_layer`` the indexer's.
+    """One layer, from the weight stacks in ``params``.
 
     ``allowed_BTS`` is what the layer below attended to: a layer without an own indexer uses it again.
     """
-    weights = layers.layer_of(params["attention"], layer)
+    weights = layers.layer_of(params["attention"], stand.attention)
     frequencies = layers.rope_frequencies(config.rope, config.qk_rope_head_dim)
     with jax.named_scope("attention"):
         normed_BTD = layers.rmsnorm(hidden_BTD, weights["input_norm"], config.rms_norm_eps)
         residual_BTQ, nope_BTHN, rope_BTHR, entry_BTC = attention.project(
             weights, config, at, normed_BTD, frequencies
         )
-        kv = store.write_latent(kv, layer, at.page_BT, at.offset_BT, entry_BTC)
+        kv = store.write_latent(kv, stand.cache, at.page_BT, at.offset_BT, entry_BTC)
         if kind.full_indexer:
             with jax.named_scope("indexer"):
-                own = layers.layer_of(params["indexer"], index_layer)
+                own = layers.layer_of(params["indexer"], stand.indexer)
                 key_BTI = indexer.keys(own, config, at, normed_BTD, frequencies)
-                kv = store.write_index(kv, index_layer, at.page_BT, at.offset_BT, key_BTI)
+                kv = store.write_index(kv, stand.index_cache, at.page_BT, at.offset_BT, key_BTI)
                 allowed_BTS = indexer.select(
-                    own, config, kv, index_layer, at, normed_BTD, residual_BTQ, frequencies
+                    own, config, kv, stand.index_cache, at, normed_BTD, residual_BTQ, frequencies
                 )
-        out_BTA = attention.attend(weights, config, kv, layer, at, nope_BTHN, rope_BTHR, allowed_BTS, form)
+        out_BTA = attention.attend(
+            weights, config, kv, stand.cache, at, nope_BTHN, rope_BTHR, allowed_BTS, form
+        )
         with jax.named_scope("attention_sum"):
             out_BTD = layers.reduce_sum(layers.partial_linear(out_BTA, weights["o"]), axis)
         hidden_BTD = hidden_BTD + out_BTD.astype(hidden_BTD.dtype)
     with jax.named_scope("mlp"):
         normed_BTD = layers.rmsnorm(hidden_BTD, weights["post_norm"], config.rms_norm_eps)
         if kind.dense:
-            out_BTD = moe.swiglu(normed_BTD, layers.layer_of(params["dense"], layer))
+            out_BTD = moe.swiglu(normed_BTD, layers.layer_of(params["dense"], stand.mlp))
         else:
-            moe_layer = layer - config.num_dense_layers
-            out_BTD = _mixture(params["moe"], config, moe_layer, normed_BTD, implementation)
+            out_BTD = _mixture(params["moe"], config, stand.mlp, normed_BTD, implementation)
         with jax.named_scope("mlp_sum"):
             out_BTD = layers.reduce_sum(out_BTD, axis)
         hidden_BTD = hidden_BTD + out_BTD.astype(hidden_BTD.dtype)

@@ -154,12 +154,10 @@ def biased_weights(weights, config, x_TD):
     return expert_TK, weight_TK / weight_TK.sum(1, keepdims=True) * config.routed_scaling_factor
 
 
-def stale_selection(params, config, at, kind, layer, index_layer, hidden, kv, allowed, **options):
+def stale_selection(params, config, at, kind, stand, hidden, kv, allowed, **options):
     """Lets the layers above full layer 6 use the selection of layer 2."""
-    hidden, kv, own = DECODER_LAYER(
-        params, config, at, kind, layer, index_layer, hidden, kv, allowed, **options
-    )
-    return hidden, kv, jnp.where(kind.full_indexer & (layer == 6), allowed, own)
+    hidden, kv, own = DECODER_LAYER(params, config, at, kind, stand, hidden, kv, allowed, **options)
+    return hidden, kv, jnp.where(kind.full_indexer & (stand.cache == 6), allowed, own)
 
 
 INTERLEAVED, ROUTE, DECODER_LAYER = layers.rotate, moe.route, decoder.decoder_layer
