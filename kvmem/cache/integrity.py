@@ -130,12 +130,15 @@ def check_content(
     state: PageState,
     expectation: Expectation,
     *,
+    written_B: Int[Array, "B"] | None = None,
     pages_per_row: int | None = None,
     step: Int[Array, ""] | None = None,
 ) -> IntegrityReport:
     """Adds the digest comparison for rows that ``report`` still holds ok.
 
     Args:
+      written_B: tokens of each row that are stored already, where the row has grown for tokens that this
+        step will write; ``length_B`` if None.
       pages_per_row: None checks every page of a row. A number checks that many, chosen in turn by ``step``,
       and
         always the page that is written next, so that sealing it again cannot bless a change.
@@ -143,6 +146,7 @@ def check_content(
     A page of which fewer tokens are sealed than the row holds fails: bytes of unknown making are not read.
     """
     rows, max_pages = state.table_BM.shape
+    written_B = state.length_B if written_B is None else written_B
     if pages_per_row is None:
         logical_BA = jnp.broadcast_to(jnp.arange(max_pages, dtype=jnp.int32)[None, :], (rows, max_pages))
     else:
@@ -150,10 +154,10 @@ def check_content(
             raise ValueError(f"pages_per_row is {pages_per_row}: sampling needs the step number")
         turn_1A = (step * pages_per_row + jnp.arange(pages_per_row, dtype=jnp.int32))[None, :]
         sampled_BA = turn_1A % jnp.maximum(state.used_B, 1)[:, None]
-        tail_B1 = jnp.clip(state.length_B // state.page_size, 0, max_pages - 1)[:, None]
+        tail_B1 = jnp.clip(written_B // state.page_size, 0, max_pages - 1)[:, None]
         logical_BA = jnp.concatenate([sampled_BA, tail_B1], axis=1)
     page_BA = jnp.take_along_axis(state.table_BM, logical_BA, axis=1)
-    held_BA = jnp.clip(state.length_B[:, None] - logical_BA * state.page_size, 0, state.page_size)
+    held_BA = jnp.clip(written_B[:, None] - logical_BA * state.page_size, 0, state.page_size)
     wanted_BA = report.ok_B[:, None] & (held_BA > 0)
     page_BA = jnp.where(wanted_BA, page_BA, PADDING_PAGE)
     sealed_BA = digests.tokens_P[page_BA]
@@ -173,6 +177,7 @@ def guard(
     *,
     kv: KVStore | None = None,
     digests: DigestTable | None = None,
+    written_B: Int[Array, "B"] | None = None,
     pages_per_row: int | None = None,
     step: Int[Array, ""] | None = None,
     axis: str | None = None,
@@ -192,7 +197,14 @@ def guard(
             if kv is None or digests is None:
                 raise ValueError("detector tags_digest needs the stored bytes and their digests")
             report = check_content(
-                report, digests, kv, state, expectation, pages_per_row=pages_per_row, step=step
+                report,
+                digests,
+                kv,
+                state,
+                expectation,
+                written_B=written_B,
+                pages_per_row=pages_per_row,
+                step=step,
             )
         return report if axis is None else agree(report, axis)
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kvmem.checkpoint import matching, stored
 from kvmem.checkpoint.directory import CheckpointDirectory
@@ -27,6 +28,7 @@ from kvmem.formats.qtensor import QTensor
 from kvmem.models import hf_config, params
 from kvmem.models.config import ModelConfig
 from kvmem.models.params import Params, Weights
+from kvmem.sharding import rules
 from kvmem.sharding.specs import ParamSpec, Source, Storage
 
 
@@ -102,7 +104,8 @@ def load(
             "report.cache_scale to the FP8 cache"
         )
     loaded = {
-        path: _load(files, found, spec, config, None) for path, spec in progress(list(params.leaves(specs)))
+        path: _load(files, found, spec, config, _layout(spec, ".".join(path), mesh))
+        for path, spec in progress(list(params.leaves(specs)))
     }
     report = LoadReport(checkpoint, (*found.values(), *calibrated), vision, unused, cache_scale)
     for line in report.lines():
@@ -123,10 +126,14 @@ class _Plan:
     group: tuple[int, int]
     dtype: str
     split: tuple[int, int, int] | None
-    sharding: Any
+    layout: NamedSharding | None
 
 
-def _plan(spec: ParamSpec, config: ModelConfig, sharding: Any) -> _Plan:
+def _layout(spec: ParamSpec, name: str, mesh: jax.sharding.Mesh | None) -> NamedSharding | None:
+    return None if mesh is None else NamedSharding(mesh, rules.partition(spec, mesh.size, name))
+
+
+def _plan(spec: ParamSpec, config: ModelConfig, layout: NamedSharding | None) -> _Plan:
     key, value = config.qk_nope_head_dim, config.v_head_dim
     return _Plan(
         stored=spec.source.storage,
@@ -139,7 +146,7 @@ def _plan(spec: ParamSpec, config: ModelConfig, sharding: Any) -> _Plan:
             "kv_b_key": (0, key, key + value),
             "kv_b_value": (key, value, key + value),
         }[spec.source.transform],
-        sharding=sharding,
+        layout=layout,
     )
 
 
@@ -160,32 +167,49 @@ def _convert(parts: Mapping[str, jax.Array], plan: _Plan) -> jax.Array | QTensor
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _whole(parts: Mapping[str, jax.Array], plan: _Plan) -> jax.Array | QTensor:
-    return _constrain(_convert(parts, plan), plan.sharding)
+    return _constrain(_convert(parts, plan), plan.layout)
 
 
 @functools.partial(jax.jit, static_argnames=("count", "plan"))
 def _empty(parts: Mapping[str, jax.Array], count: int, plan: _Plan) -> jax.Array | QTensor:
     entry = jax.eval_shape(functools.partial(_convert, plan=plan), parts)
-    return _constrain(jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), entry), plan.sharding)
+    return _constrain(jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), entry), plan.layout)
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="stack")
 def _fill(stack: Any, index: jax.Array, parts: Mapping[str, jax.Array], plan: _Plan) -> jax.Array | QTensor:
     entry = _convert(parts, plan)
     filled = jax.tree.map(lambda s, x: lax.dynamic_update_index_in_dim(s, x, index, 0), stack, entry)
-    return _constrain(filled, plan.sharding)
+    return _constrain(filled, plan.layout)
 
 
-def _constrain(value: Any, sharding: Any) -> Any:
-    return value if sharding is None else lax.with_sharding_constraint(value, sharding)
+def _constrain(value: Any, layout: NamedSharding | None) -> Any:
+    """Data and scales of a QTensor are split alike."""
+    return value if layout is None else jax.tree.map(lambda x: lax.with_sharding_constraint(x, layout), value)
+
+
+def _put(part: np.ndarray, layout: NamedSharding | None, stacked: bool) -> np.ndarray | jax.Array:
+    """Stored values, split as the result is where the stored shape allows it, else whole on every rank."""
+    if layout is None:
+        return part
+    axes = tuple(layout.spec)[stacked:]
+    if len(axes) != part.ndim:  # kv_b_proj, which only its split gives a heads axis
+        axes = (None,) * part.ndim
+    ranks = layout.mesh.size
+    fitting = (axis if axis and size % ranks == 0 else None for axis, size in zip(axes, part.shape))
+    return jax.device_put(part, NamedSharding(layout.mesh, PartitionSpec(*fitting)))
 
 
 def _load(
-    files: CheckpointDirectory, found: Mapping[str, str], spec: ParamSpec, config: ModelConfig, sharding: Any
+    files: CheckpointDirectory,
+    found: Mapping[str, str],
+    spec: ParamSpec,
+    config: ModelConfig,
+    layout: NamedSharding | None,
 ) -> jax.Array | QTensor:
     """Reads one parameter, layer by layer into its stack if it has one."""
     source = spec.source
-    plan = _plan(spec, config, sharding)
+    plan = _plan(spec, config, layout)
     bases = list(params.source_names(spec))
     count = max(1, len(source.layers))
     # What a layer's tensors are stacked over: experts, then gate and up.
@@ -193,8 +217,9 @@ def _load(
     lead += (len(source.names),) if len(source.names) > 1 else ()
     stack: Any = None
     for index, names in enumerate(itertools.batched(bases, len(bases) // count)):
-        parts = {s: _read(files, found, names, s, source, lead) for s in stored.suffixes(source.storage)}
-        parts.pop("_shape", None)
+        read = {s: _read(files, found, names, s, source, lead) for s in stored.suffixes(source.storage)}
+        read.pop("_shape", None)
+        parts = {suffix: _put(part, layout, bool(source.layers)) for suffix, part in read.items()}
         if not source.layers:
             return _whole(parts, plan)
         if stack is None:

@@ -272,21 +272,32 @@ class Totals(NamedTuple):
     nbytes: int
 
 
-def checkpoint_totals(config: ModelConfig, checkpoint: CheckpointFormat) -> Totals:
-    """Totals of ``checkpoint_tensors`` without listing: each template counts as often as it is stacked."""
-    totals = [0, 0, 0]
+def checkpoint_parts(
+    config: ModelConfig, checkpoint: CheckpointFormat
+) -> Iterator[tuple[str, ParamSpec | None, Totals]]:
+    """(name template, parameter, totals over its copies) of a checkpoint, without listing every copy.
+
+    The parameter is None for vision tensors. A tensor that is the source of two parameters comes once.
+    """
     seen = set()
     for path, spec in leaves(param_specs(config, "bf16", checkpoint)):
         for name in spec.source.names:
-            if (path[0], name) in seen:
-                continue
-            seen.add((path[0], name))
-            copies = math.prod(spec.shape[: spec.stack_dims])
-            for tensor in _stored(name, spec.source, config, "text"):
-                totals = [t + copies * n for t, n in zip(totals, (1, tensor.size, tensor.nbytes))]
+            if (path[0], name) not in seen:
+                seen.add((path[0], name))
+                yield name, spec, _total(_stored(name, spec.source, config, "text"), spec.copies)
     for tensor in _vision_listing(config, checkpoint):
-        totals = [t + n for t, n in zip(totals, (1, tensor.size, tensor.nbytes))]
-    return Totals(*totals)
+        yield tensor.name, None, _total([tensor], 1)
+
+
+def _total(tensors: list[CheckpointTensor], copies: int) -> Totals:
+    return Totals(
+        copies * len(tensors), copies * sum(t.size for t in tensors), copies * sum(t.nbytes for t in tensors)
+    )
+
+
+def checkpoint_totals(config: ModelConfig, checkpoint: CheckpointFormat) -> Totals:
+    """Totals of ``checkpoint_tensors``, without listing them."""
+    return Totals(*map(sum, zip(*(totals for _, _, totals in checkpoint_parts(config, checkpoint)))))
 
 
 def source_names(spec: ParamSpec) -> Iterator[str]:

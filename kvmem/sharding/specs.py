@@ -73,6 +73,11 @@ class ParamSpec:
         return ("{layer}" in self.source.names[0]) + ("{expert}" in self.source.names[0])
 
     @property
+    def copies(self) -> int:
+        """How many checkpoint tensors each source name stands for."""
+        return math.prod(self.shape[: self.stack_dims])
+
+    @property
     def scale_shape(self) -> tuple[int, ...]:
         """Shape of the scales: the last two dimensions divided by the group, rounded up."""
         if self.group is None:

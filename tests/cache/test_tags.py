@@ -141,6 +141,8 @@ def test_page_of_which_too_few_tokens_are_sealed_fails_closed():
     state, _ = pages.append(state, jnp.asarray([1, 0, 0], jnp.int32))
     expectation = tags.extend(expectation, state, EVERY)
     assert _checked(state, expectation, kv, digests).ok_B.tolist() == [False, True, True]
+    written_B = jnp.asarray(LENGTHS, jnp.int32)  # the new token is about to be written: not yet expected
+    assert _checked(state, expectation, kv, digests, written_B=written_B).ok_B.tolist() == [True] * 3
 
 
 def test_seal_rows_after_each_step_keeps_up_with_appends_and_rejected_drafts():
