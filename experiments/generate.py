@@ -9,6 +9,7 @@ decode run in the family's published formats on the default device. Greedy unles
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -65,22 +66,26 @@ def generate(
 
     Raises ValueError for what ``hf.load``, the tokenizer or the engine refuse, and if the answer fails.
     """
-    formats: dict[str, Any] = {}
+    sampling = sampling or SamplingParams()
+    sampling.validate()
+    config = from_hf(CheckpointDirectory(directory).config)
+    tokenizer = tokenizers.load(directory, config)
+    ids = prompt_ids(tokenizer, config, prompt, system=system, declared=declared, thinking=thinking, raw=raw)
+    formats = default_formats(config.family)
     loaded: dict[str, Any] = {}
-    config: ModelConfig | None = None
-    family = from_hf(CheckpointDirectory(directory).config).family
-    for phase, form in default_formats(family).items():
-        formats[phase] = form
+    for phase, form in formats.items():
         if form.weights not in loaded:  # Kimi's phases share one set of weights
-            config, loaded[form.weights], report = hf.load(
+            _, loaded[form.weights], report = hf.load(
                 directory,
                 cast(Weights, form.weights),
+                accept_cache_scale=True,
                 progress=lambda items: launch.progress(items, "loading"),
             )
             print("\n".join(report.lines()), file=sys.stderr)
-    assert config is not None
-    tokenizer = tokenizers.load(directory, config)
-    ids = prompt_ids(tokenizer, config, prompt, system=system, declared=declared, thinking=thinking, raw=raw)
+        if (
+            form.cache == "fp8_576" and report.cache_scale is not None
+        ):  # the only cache that needs a given scale
+            formats[phase] = dataclasses.replace(form, scale=report.cache_scale)
     pages = -(-(len(ids) + max_new_tokens) // PAGE)
     engine = Engine(
         config,
@@ -97,7 +102,7 @@ def generate(
         ),
         detokenize=tokenizer.decode,
     )
-    request = Request("prompt", ids, max_new_tokens, sampling or SamplingParams())
+    request = Request("prompt", ids, max_new_tokens, sampling)
     result = engine.run([request])[0]
     if not result.ok:
         raise ValueError(f"the request ended with {result.finish_reason!r}: {result.error}")

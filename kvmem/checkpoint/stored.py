@@ -68,12 +68,16 @@ def check(name: str, suffix: str, value: np.ndarray, source: Source) -> None:
         if tuple(value.tolist()) != source.shape:
             raise ValueError(f"{name}: weight_shape {value.tolist()} contradicts {list(source.shape)}")
         return
+    if value.dtype == np.int32:
+        return
     if value.dtype == ml_dtypes.float8_e4m3fn:
         bad = (value.view(np.uint8) & 0x7F) == 0x7F
-    elif value.dtype == np.int32:
-        return
+    elif value.dtype == ml_dtypes.bfloat16:
+        bad = (
+            value.view(np.uint16) & 0x7F80
+        ) == 0x7F80  # all ones in the exponent; no f32 copy of an embedding
     else:
-        bad = ~np.isfinite(value.astype(np.float32))
+        bad = ~np.isfinite(value)
     if bad.any():
         what = "scales" if suffix.startswith("_scale") else "values"
         raise ValueError(f"{name}: {int(bad.sum())} of {bad.size} {what} are not finite")

@@ -167,6 +167,16 @@ def test_load_act_order_and_asymmetric_weights_are_refused(changed, suffix, sche
         hf.load(changed("kimi_int4", {EXPERT + suffix: np.zeros(256, np.int32)}), "int4_group")
 
 
+def test_load_config_that_declares_act_order_is_refused(copied):
+    directory = copied("kimi_int4")
+    config = json.loads((directory / "config.json").read_text())
+    scheme = config["text_config"]["quantization_config"]["config_groups"]["group_0"]["weights"]
+    scheme["actorder"] = "group"
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"actorder='group' contradicts the supported INT4 scheme"):
+        hf.load(directory, "int4_group")
+
+
 def test_load_unknown_tensors_are_reported_by_name(changed):
     _, _, report = hf.load(
         changed("kimi_int4", {"language_model.extra.weight": np.ones(3, np.float32)}), "bf16"

@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 
 from kvmem.checkpoint import convert as convert_module
-from kvmem.checkpoint import hf, safetensors_io
+from kvmem.checkpoint import fixture, hf, safetensors_io
 from kvmem.checkpoint.convert import convert
 from kvmem.checkpoint.directory import CheckpointDirectory
+from kvmem.models import get_config
 
 SHARD = 2**20
 
@@ -71,6 +72,20 @@ def test_convert_interrupted_keeps_complete_files_and_writes_the_rest(
     report = convert(checkpoints["glm_fp8"], target, max_shard_bytes=SHARD)
     assert not set(again) & set(written)
     assert report == converted[1]
+
+
+def test_convert_kimi_bf16_gives_the_published_layout_with_its_vision_tensors(tmp_path):
+    source = fixture.write(tmp_path / "bf16", get_config("kimi_tiny_tp8"), 5, "bf16")
+    report = convert(source, tmp_path / "int4", group=64, max_shard_bytes=SHARD)
+    assert report.quantised == 3 * 12 * 3
+    config, loaded, found = hf.load(tmp_path / "int4", "int4_group")
+    assert (found.checkpoint, config.int4_group) == ("kimi_int4", 64)
+    assert loaded["moe"]["down"].group == (1, 64)
+    tower = [name for name in found.vision if name.startswith("vision_tower.")]
+    kept = CheckpointDirectory(tmp_path / "int4")
+    assert tower
+    for name in tower:
+        np.testing.assert_array_equal(kept.read(name), CheckpointDirectory(source).read(name))
 
 
 def test_convert_into_other_files_is_refused(checkpoints, tmp_path):
