@@ -9,7 +9,7 @@ import pytest
 
 from kvmem.sharding import mesh
 
-WORKER = pathlib.Path(__file__).parent / "distributed_worker.py"
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("tp", [2, 8])
@@ -49,9 +49,17 @@ def test_make_mesh_two_processes_run_one_program():
 
     def start(processes, index, devices):
         flags = f"--xla_force_host_platform_device_count={devices}"
-        command = [sys.executable, str(WORKER), f"127.0.0.1:{port}", str(processes), str(index)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.sharding.distributed_worker",
+            f"127.0.0.1:{port}",
+            str(processes),
+            str(index),
+        ]
         return subprocess.Popen(
             command,
+            cwd=ROOT,
             env={**environment, "XLA_FLAGS": flags},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
