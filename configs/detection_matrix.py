@@ -22,7 +22,7 @@ def get_config(arg: str = "") -> ConfigDict:
             "models": ("kimi_tiny_parity",) if quick else ("kimi_tiny_parity", "glm_tiny_parity"),
             "page_sizes": (4,) if quick else (4, 64),
             "faults": (),  # all of kvmem.evaluate.faults
-            "trials": 4 if quick else 20,
+            "trials": 4 if quick else 10,
             "requests": 3,
             "new_tokens": 10,
             "seed": 2026,
