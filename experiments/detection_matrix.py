@@ -94,8 +94,7 @@ def _cell(
     model = models.get_config(name)
     formats = default_formats(model.family)
     weights: dict[str, Any] = {
-        phase: params.init_params(model, form.weights, config.weights_seed)  # type: ignore[arg-type]
-        for phase, form in formats.items()
+        phase: params.init_params(model, form.weights, config.weights_seed) for phase, form in formats.items()
     }
     requests = make_requests(config.requests, page, model.vocab_size, config.seed + 1, config.new_tokens)
     lines = [
