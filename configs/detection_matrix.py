@@ -6,7 +6,8 @@ python -m experiments.detection_matrix --config=configs/detection_matrix.py --wo
 python -m experiments.detection_matrix --config=configs/detection_matrix.py:quick --workdir=DIR
     One model, pages of 4 tokens, few trials: about 2 minutes.
 
-Another single class: --config.faults="('E10_flipped_bit',)".
+Parts: --config.faults="('E10_flipped_bit',)" is one class, --config.models="()" only the clean runs,
+--config.clean_operations=0 leaves them out.
 """
 
 from ml_collections import ConfigDict

@@ -79,8 +79,9 @@ def body(config: ConfigDict, recorder: Recorder) -> None:
         for name in config.models
         for page in config.page_sizes
     ]
-    clean = _clean(config, recorder)
-    text = "\n\n".join([*tables, clean]) + "\n"
+    if config.clean_operations:
+        tables.append(_clean(config, recorder))
+    text = "\n\n".join(tables) + "\n"
     recorder.file("detection_matrix.md", text)
     print(text)
     if wrong:
