@@ -308,8 +308,9 @@ def store_swiglu(
 ) -> None:
     """silu(gate) * up of a staged tile (32 gate rows, then 32 up rows) to rows of out_gmem, rounded to bf16.
 
-    Column n of the tile is row first_row + first + n. ``first_column`` is the tile's first feature, a multiple
-    of 32; out_gmem's rows hold features in the order of :func:`permute_k`. Rows from ``rows`` on are left alone.
+    Column n of the tile is row first_row + first + n. ``first_column`` is the tile's first feature, a
+    multiple of 32; out_gmem's rows hold features in the order of :func:`permute_k`. Rows from ``rows`` on are
+    left alone.
     """
     width = out_gmem.shape[1]
     splat = plgpu.Layout.WG_SPLAT(())

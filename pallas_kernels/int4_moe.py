@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int4, Int32
 
 from pallas_kernels import int4_inline as inline
+from pallas_kernels import moe_route
 
 MAX_BLOCK = 128  # tokens of a block
 SMEM_BYTES = 232_448
@@ -57,94 +57,6 @@ class Config:
     stages: int = 5
     k_splits: int = 1
     ctas: int = 132
-
-
-class Routing(NamedTuple):
-    """Blocks of slots. Arrays are i32.
-
-    Attributes:
-        token: [T * K] token of each slot, slots sorted by expert.
-        block: [4, blocks] the expert (counted over all layers), first slot and number of slots of each
-            block; the last row repeats how many blocks there are. Columns past that number mean nothing.
-        position: [T, K] sorted position of a token's k-th choice.
-    """
-
-    token: jax.Array
-    block: jax.Array
-    position: jax.Array
-
-
-def num_blocks(slots: int, num_experts: int, tokens: int) -> int:
-    """Most blocks that any routing of ``slots`` slots can make."""
-    return min(slots, num_experts + slots // tokens)
-
-
-def route(expert_TK: Int32[Array, "T K"], layer: Array | int, *, num_experts: int, tokens: int) -> Routing:
-    """Sort slots by expert and cut them into blocks, without a sort: a few reductions over (slots, slots)."""
-    rows, choices = expert_TK.shape
-    slots = rows * choices
-    layer = jnp.asarray(layer, jnp.int32)
-    blocks = num_blocks(slots, num_experts, tokens)
-    build = _route_by_slot if slots <= 1024 else _route_by_expert
-    token, position, (owner, first, size), count = build(expert_TK, blocks, num_experts, tokens)
-    block = jnp.stack([owner + layer * num_experts, first, size, jnp.broadcast_to(count, (blocks,))])
-    return Routing(token, block, position.reshape(rows, choices))
-
-
-def _single(expert_TK) -> Routing:
-    """One token: the kernel counts its slots itself, ``block`` is only their experts."""
-    slot = jnp.arange(expert_TK.shape[1], dtype=jnp.int32)
-    return Routing(jnp.zeros_like(slot), expert_TK[0], slot[None])
-
-
-def _route_by_slot(expert_TK, blocks, num_experts, tokens):
-    """Reductions over pairs of slots only: the fewest launches."""
-    expert = expert_TK.reshape(-1)
-    slot = jnp.arange(expert.size, dtype=jnp.int32)
-    same = expert[None, :] == expert[:, None]
-    before = same & (slot[None, :] < slot[:, None])
-    rank = jnp.sum(before, axis=1, dtype=jnp.int32)
-    position = jnp.sum((expert[None, :] < expert[:, None]) | before, axis=1, dtype=jnp.int32)
-    size = jnp.minimum(jnp.sum(same, axis=1, dtype=jnp.int32) - rank, tokens)
-    leads = rank % tokens == 0
-    block = jnp.sum(leads[None, :] & (position[None, :] < position[:, None]), axis=1, dtype=jnp.int32)
-    chosen = leads[None, :] & (block[None, :] == jnp.arange(blocks, dtype=jnp.int32)[:, None])
-    fields = jnp.stack([expert, position, size])
-    fields = jnp.sum(jnp.where(chosen[None], fields[:, None, :], 0), axis=2, dtype=jnp.int32)
-    at = position[None, :] == slot[:, None]
-    token = jnp.sum(jnp.where(at, slot[None, :] // expert_TK.shape[1], 0), axis=1, dtype=jnp.int32)
-    return token, position, fields, jnp.sum(leads, dtype=jnp.int32)
-
-
-def _route_by_expert(expert_TK, blocks, num_experts, tokens, run=64):
-    """Reductions over (tokens, experts), in runs of tokens: for many slots."""
-    rows, choices = expert_TK.shape
-    which = jnp.arange(num_experts, dtype=jnp.int32)
-    chosen_TE = jnp.any(expert_TK[:, :, None] == which[None, None, :], axis=1)
-    padded = jnp.pad(chosen_TE, ((0, -rows % run), (0, 0))).reshape(-1, run, num_experts)
-    place = jnp.arange(run, dtype=jnp.int32)
-    earlier = (place[None, :] < place[:, None])[None, :, :, None]
-    inside = jnp.sum(padded[:, None, :, :] & earlier, axis=2, dtype=jnp.int32)
-    each = jnp.sum(padded, axis=1, dtype=jnp.int32)
-    index = jnp.arange(each.shape[0], dtype=jnp.int32)
-    ahead = jnp.sum(
-        jnp.where((index[None, :] < index[:, None])[..., None], each[None], 0), axis=1, dtype=jnp.int32
-    )
-    rank_TE = (inside + ahead[:, None, :]).reshape(-1, num_experts)
-    rank = jnp.take_along_axis(rank_TE[:rows], expert_TK, axis=1).reshape(-1)
-    count_E = jnp.sum(each, axis=0, dtype=jnp.int32)
-    before = which[None, :] < which[:, None]
-    first_E = jnp.sum(jnp.where(before, count_E[None, :], 0), axis=1, dtype=jnp.int32)
-    blocks_E = (count_E + (tokens - 1)) // tokens
-    block_E = jnp.sum(jnp.where(before, blocks_E[None, :], 0), axis=1, dtype=jnp.int32)
-    position = first_E[expert_TK.reshape(-1)] + rank
-    slot = jnp.arange(position.size, dtype=jnp.int32)
-    token = jnp.zeros_like(slot).at[position].set(slot // choices, unique_indices=True)
-    index = jnp.arange(blocks, dtype=jnp.int32)
-    owner = jnp.sum(block_E[None, :] <= index[:, None], axis=1, dtype=jnp.int32) - 1
-    done = (index - block_E[owner]) * tokens
-    size = jnp.clip(count_E[owner] - done, 0, tokens)
-    return token, position, (owner, first_E[owner] + done, size), block_E[-1] + blocks_E[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -626,16 +538,16 @@ def int4_moe(
     f, (rows, choices) = two_f // 2, expert_TK.shape
     config = config or choose_config(rows * choices, experts)
     _check(x_TD, expert_TK, weight_TK, w_gate_up, s_gate_up, w_down, s_down, group, config)
-    blocks = num_blocks(rows * choices, experts, config.tokens)
+    blocks = moe_route.num_blocks(rows * choices, experts, config.tokens)
     single = rows == 1
     p = _Plan(config, d, f, group, experts, blocks, rows * choices, single, sim)
     _check_plan(p)
     with jax.named_scope("route"):
         layer = jnp.asarray(layer, jnp.int32)
         routing = (
-            _single(expert_TK)
+            moe_route.single(expert_TK)
             if single
-            else route(expert_TK, layer, num_experts=experts, tokens=config.tokens)
+            else moe_route.route(expert_TK, layer, num_experts=experts, tokens=config.tokens)
         )
     stack = layers * experts
     down_scales = (stack, d, p.down_groups) if p.boxed else (stack, d * p.down_groups)
@@ -713,4 +625,4 @@ def _check_plan(p: _Plan) -> None:
         raise ValueError(f"{p.smem_bytes()} bytes of shared memory, {SMEM_BYTES - 1024} is the most")
 
 
-__all__ = ["Config", "Routing", "choose_config", "cost", "int4_moe", "num_blocks", "route"]
+__all__ = ["Config", "choose_config", "cost", "int4_moe"]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import int4_inline, int4_moe, ref, xla
+from pallas_kernels import int4_inline, int4_moe, moe_route, ref, xla
 from pallas_kernels.int4_moe import Config
 from tests.kernels import harness
 
@@ -176,7 +176,7 @@ def test_permute_k_equals_the_words_of_a_register_fragment():
 )
 def test_route_covers_every_slot_once(case, tokens):
     expert_TK = choose_experts(case, np.random.default_rng(5))
-    routing = int4_moe.route(jnp.asarray(expert_TK), 2, num_experts=case.experts, tokens=tokens)
+    routing = moe_route.route(jnp.asarray(expert_TK), 2, num_experts=case.experts, tokens=tokens)
     token, block, position = map(np.asarray, routing)
     count = block[3, 0]
     assert (block[3] == count).all()
