@@ -22,10 +22,7 @@ from kvmem.models import layers
 from kvmem.models.config import ModelConfig
 
 Form = Literal["absorbed", "naive"]
-# "xla": plain JAX, any device and page size. "mosaic": Hopper kernels for cached attention and INT4 experts.
-# "mosaic_experts": the experts' kernel only, where attention has none (prefill chunks, sparse attention).
-Implementation = Literal["xla", "mosaic", "mosaic_experts"]
-IMPLEMENTATIONS = ("xla", "mosaic", "mosaic_experts")
+Implementation = Literal["xla", "mosaic"]
 
 
 @typing.no_type_check

@@ -101,6 +101,11 @@ class Compiled:
     log: str
 
     @property
+    def serialized(self) -> bool:
+        """Whether ptxas gave up overlapping some wgmma (its notes C7510 to C7514)."""
+        return "wgmma.mma_async instructions are serialized" in self.log
+
+    @property
     def spills(self) -> int:
         return sum(spilled for _, spilled in self.kernels)
 
@@ -118,7 +123,7 @@ def compile_h200(function: Callable, *args, devices: int = 1, in_specs=None, don
     with jax.set_mesh(mesh), _captured_stdout() as captured:
         compiled = jax.jit(function, donate_argnums=donate).lower(*avals).compile()
     log = captured[0]
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    spills = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.findall(r"Used (\d+) registers", log)
     kernels = tuple((int(r), int(s) + int(ld)) for r, (s, ld) in zip(registers, spills, strict=True))
     assert kernels, f"ptxas reported no kernel: {log[:2000]}"
