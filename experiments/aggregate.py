@@ -16,9 +16,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pandas as pd
 from absl import app, flags
 
-from experiments import tables
+from experiments import claims, tables
 from experiments.claims import Found, How
 from kvmem import record
 from kvmem.evaluate import stats
@@ -54,9 +55,29 @@ def committed(root: pathlib.Path = RESULTS) -> list[Committed]:
     return sorted(found, key=lambda c: c.record["created_utc"])
 
 
-def newest(kind: str, root: pathlib.Path = RESULTS) -> Committed | None:
-    """Returns the newest committed record of a launcher, or None."""
-    return next((c for c in reversed(committed(root)) if c.kind == kind), None)
+def read(path: pathlib.Path | str) -> dict[str, Any]:
+    """Returns any record, committed or of a run just made."""
+    return record.read(path)
+
+
+def claims_frame(content: dict[str, Any]) -> pd.DataFrame:
+    """Returns a record's claims, indexed by id, with the section that each stands in."""
+    sections = {claim.id: claim.section for claim in claims.load()}
+    frame = pd.DataFrame(content["claims"]).set_index("id")
+    return frame.assign(section=[sections.get(id, "?") for id in frame.index])
+
+
+def metrics_frame(content: dict[str, Any]) -> pd.DataFrame:
+    """Returns a record's metrics as one column, ``value``, indexed by name."""
+    return pd.DataFrame({"value": pd.Series(content["metrics"], dtype=float)})
+
+
+def newest(kind: str, root: pathlib.Path = RESULTS) -> Committed:
+    """Returns the newest committed record of a launcher; none raises ValueError."""
+    found = [item for item in committed(root) if item.kind == kind]
+    if not found:
+        raise ValueError(f"there is no record of {kind} under {root}")
+    return found[-1]
 
 
 def measured(root: pathlib.Path = RESULTS) -> dict[str, Found]:
@@ -124,10 +145,7 @@ def fill(text: str, root: pathlib.Path = RESULTS) -> str:
         if match[1] not in TABLES:
             raise ValueError(f"table {match[1]!r}: one of {sorted(TABLES)}")
         kind, render = TABLES[match[1]]
-        item = newest(kind, root)
-        if item is None:
-            raise ValueError(f"table {match[1]}: there is no record of {kind} under {root}")
-        return f"<!-- table:{match[1]} -->\n{render(item)}\n<!-- end -->"
+        return f"<!-- table:{match[1]} -->\n{render(newest(kind, root))}\n<!-- end -->"
 
     return re.sub(r"<!-- table:(\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
 

@@ -166,6 +166,7 @@ class Recorder:
 
     Attributes:
       directory: the run's directory; everything a run leaves is in it.
+      command, git: as the record holds them.
       seeds: name -> seed, filled by whoever draws random numbers.
       weights: ``"synthetic:<seed>"`` or a hash, of one model or by model name.
       notes: further facts, kept under ``env``.
@@ -174,6 +175,8 @@ class Recorder:
     def __init__(self, directory: pathlib.Path, head: dict[str, Any], resume: bool):
         self.directory = directory
         self.path = directory / "record.json"
+        self.command: str = head["command"]
+        self.git: dict[str, Any] = head["git"]
         self.seeds: dict[str, int] = dict(head["seeds"])
         self.weights: Any = head["weights"]
         self.notes: dict[str, Any] = {}

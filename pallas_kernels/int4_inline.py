@@ -12,6 +12,8 @@ order (:func:`permute_k`): a sum over K does not care.
 # (the transforms are declared as protocols with empty bodies)
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,10 +158,28 @@ def dequantize(
     return run(w_smem, scale_smem, *warp_rows, first_group)
 
 
-def gather_rows(
-    x_gmem, token_gmem, x_smem, first_slot: jax.Array, rows: jax.Array, first_column: jax.Array
-) -> None:
-    """Start copying x_gmem[token_gmem[first_slot + n], first_column:] into row n of x_smem for n < rows.
+def load_tokens(token_gmem, token_smem, first_slot: jax.Array, rows: jax.Array) -> None:
+    """token_smem[n] = token_gmem[first_slot + n] for n < rows, of at most 128."""
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), splat, splat))
+    def run(ctx, token_ref, out_ref, first_slot, rows):
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        thread, *_ = _lane()
+        _barrier()
+        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, thread, rows.registers.item())):
+            token = llvm.load(
+                i32, _at(token_ref, _add(first_slot.registers.item(), thread), i32), alignment=4
+            )
+            llvm.store(token, _at(out_ref, thread, i32), alignment=4)
+        _barrier()
+
+    run(token_gmem, token_smem, first_slot, rows)
+
+
+def gather_rows(x_gmem, token_smem, x_smem, rows: jax.Array, first_column: jax.Array) -> None:
+    """Start copying x_gmem[token_smem[n], first_column:] into row n of x_smem for n < rows.
 
     x_smem is [N, chunk] bf16, tiled (8, 64) with the 128-byte swizzle. Rows from ``rows`` on keep what they
     held. The copies of one call form one group for :func:`wait_gather`.
@@ -169,8 +189,8 @@ def gather_rows(
     splat = plgpu.Layout.WG_SPLAT(())
     tiled = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), tiled, splat, splat, splat))
-    def run(ctx, x_ref, token_ref, out_ref, first_slot, rows, first_column):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), tiled, splat, splat))
+    def run(ctx, x_ref, token_ref, out_ref, rows, first_column):
         del ctx
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         thread, *_ = _lane()
@@ -180,7 +200,7 @@ def gather_rows(
             index = _add(thread, 128 * step)
             n, piece = arith.divui(index, _i32(per_row)), arith.remui(index, _i32(per_row))
             with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, n, rows.registers.item())):
-                token = llvm.load(i32, _at(token_ref, _add(first_slot.registers.item(), n), i32), alignment=4)
+                token = llvm.load(i32, _at(token_ref, n, i32), alignment=4)
                 column = _add(first_column.registers.item(), _mul(piece, 8))
                 source = llvm.ptrtoint(i64, _gmem(x_ref, token, width, column))
                 in_tile = arith.remui(n, _i32(8))
@@ -193,7 +213,7 @@ def gather_rows(
                 )
         _statement("cp.async.commit_group;")
 
-    run(x_gmem, token_gmem, x_smem, first_slot, rows, first_column)
+    run(x_gmem, token_smem, x_smem, rows, first_column)
 
 
 def wait_gather(pending: int) -> None:
@@ -233,16 +253,9 @@ def put_columns(acc: jax.Array, stage_smem, first: int, count: int) -> None:
     run(acc, stage_smem)
 
 
-def _staged(stage_ref, parts: int, row: ir.Value, column: ir.Value, count: int) -> ir.Value:
-    """Sum over the parts of stage_ref[part, row, column]."""
+def _staged(stage_ref, row: ir.Value, column: ir.Value, count: int) -> ir.Value:
     f32 = ir.F32Type.get()
-    offset = _add(_mul(row, count + 1), column)
-    total = None
-    for part in range(parts):
-        value = llvm.load(f32, _at(stage_ref, _add(offset, part * 64 * (count + 1)), f32), alignment=4)
-        total = value if total is None else arith.addf(total, value)
-    assert total is not None
-    return total
+    return llvm.load(f32, _at(stage_ref, _add(_mul(row, count + 1), column), f32), alignment=4)
 
 
 def _pack(low: ir.Value, high: ir.Value) -> ir.Value:
@@ -266,50 +279,147 @@ def _barrier() -> None:
     mgpu.utils.warpgroup_barrier()
 
 
-def _gmem(ref: ir.Value, row: ir.Value, width: int, column: ir.Value) -> ir.Value:
+def _gmem(ref: ir.Value, row: ir.Value, width: int, column: ir.Value, dtype=None) -> ir.Value:
     i64 = ir.IntegerType.get_signless(64)
     offset = arith.muli(arith.extui(i64, row), mgpu.utils.c(width, i64))
-    return _at(ref, arith.addi(offset, arith.extui(i64, column)), ir.BF16Type.get())
+    return _at(ref, arith.addi(offset, arith.extui(i64, column)), dtype or ir.BF16Type.get())
+
+
+def fence_async() -> None:
+    """Order plain accesses and those of the copy engine, to global memory too."""
+
+    @plgpu.inline_mgpu()
+    def run(ctx):
+        del ctx
+        _statement("fence.proxy.async;")
+
+    run()
 
 
 def store_swiglu(
-    stage_smem, out_gmem, first_row: jax.Array, first_column: jax.Array, *, parts: int, count: int
-):
-    """silu(gate) * up of a staged tile (32 gate rows, then 32 up rows) to row first_row + n of out_gmem.
+    stage_smem,
+    out_gmem,
+    first_row: jax.Array,
+    rows: jax.Array,
+    first_column: jax.Array,
+    *,
+    first: int,
+    count: int,
+) -> None:
+    """silu(gate) * up of a staged tile (32 gate rows, then 32 up rows) to rows of out_gmem, rounded to bf16.
 
-    ``first_column`` is the tile's first feature, a multiple of 32; the row holds its features in the order of
-    :func:`permute_k`. The value is rounded to bf16 once.
+    Column n of the tile is row first_row + first + n. ``first_column`` is the tile's first feature, a
+    multiple of 32; out_gmem's rows hold features in the order of :func:`permute_k`. Rows from ``rows`` on are
+    left alone.
     """
     width = out_gmem.shape[1]
+    splat = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), plgpu.Layout.WG_SPLAT(()))
-    )
-    def run(ctx, stage_ref, out_ref, first_row, first_column):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), splat, splat, splat))
+    def run(ctx, stage_ref, out_ref, first_row, rows, first_column):
         del ctx
-        if parts == 1:
-            _barrier()
+        _barrier()
         thread, *_ = _lane()
+        tile = first_column.registers.item()
+        block = _mul(arith.divui(tile, _i32(128)), 128)
+        t = arith.divui(arith.remui(tile, _i32(128)), _i32(32))
         for step in range(count * 16 // 128):
             index = _add(thread, 128 * step)
             pair = arith.remui(index, _i32(16))  # w * 4 + i
             n = arith.divui(index, _i32(16))
-            w, i = arith.divui(pair, _i32(4)), arith.remui(pair, _i32(4))
-            feature = _add(_mul(w, 8), i)
-            value = []
-            for j in range(2):
-                gate = _staged(stage_ref, parts, _add(feature, 4 * j), n, count)
-                up = _staged(stage_ref, parts, _add(feature, 4 * j + 32), n, count)
-                value.append(arith.mulf(_silu(gate), up))
-            row = _add(first_row.registers.item(), n)
-            block = arith.divui(first_column.registers.item(), _i32(128))
-            t = arith.divui(arith.remui(first_column.registers.item(), _i32(128)), _i32(32))
-            column = _add(_add(_mul(block, 128), _mul(t, 2)), _mul(pair, 8))
-            llvm.store(_pack(*value), _gmem(out_ref, row, width, column), alignment=4)
-        if parts == 1:
-            _barrier()
+            inside = arith.cmpi(arith.CmpIPredicate.slt, _add(n, first), rows.registers.item())
+            with mgpu.utils.when(inside):
+                feature = _add(_mul(arith.divui(pair, _i32(4)), 8), arith.remui(pair, _i32(4)))
+                value = []
+                for j in range(2):
+                    gate = _staged(stage_ref, _add(feature, 4 * j), n, count)
+                    up = _staged(stage_ref, _add(feature, 4 * j + 32), n, count)
+                    value.append(arith.mulf(_silu(gate), up))
+                row = _add(first_row.registers.item(), _add(n, first))
+                column = _add(_add(block, _mul(t, 2)), _mul(pair, 8))
+                llvm.store(_pack(*value), _gmem(out_ref, row, width, column), alignment=4)
+        _barrier()
 
-    run(stage_smem, out_gmem, first_row, first_column)
+    run(stage_smem, out_gmem, first_row, rows, first_column)
+
+
+def store_partial(
+    stage_smem, out_gmem, first_row: jax.Array, rows: jax.Array, first_column: jax.Array, *, count: int
+) -> None:
+    """A staged tile in f32: gates to columns first_column + m, ups to half the width further."""
+    width = out_gmem.shape[1]
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), splat, splat, splat))
+    def run(ctx, stage_ref, out_ref, first_row, rows, first_column):
+        del ctx
+        _barrier()
+        thread, *_ = _lane()
+        m = arith.remui(thread, _i32(64))
+        column = _add(arith.remui(m, _i32(32)), _mul(arith.divui(m, _i32(32)), width // 2))
+        column = _add(column, first_column.registers.item())
+        for step in range(count // 2):
+            n = _add(arith.divui(thread, _i32(64)), 2 * step)
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, n, rows.registers.item())):
+                ptr = _gmem(out_ref, _add(first_row.registers.item(), n), width, column, ir.F32Type.get())
+                llvm.store(_staged(stage_ref, m, n, count), ptr, alignment=4)
+        _barrier()
+
+    run(stage_smem, out_gmem, first_row, rows, first_column)
+
+
+def gather_swiglu(
+    partial_gmem, x_smem, first_row: jax.Array, rows: jax.Array, first_column: jax.Array, *, splits: int
+) -> None:
+    """Rows n < rows of x_smem become silu(gate) * up of ``splits`` partial sums (:func:`store_partial`).
+
+    partial_gmem is [splits * R, 2F] f32; x_smem [N, chunk] bf16, tiled (8, 64) with the 128-byte swizzle,
+    holds the features from first_column on in the order of :func:`permute_k`.
+    """
+    n_total, chunk = x_smem.shape
+    split_rows, width = partial_gmem.shape[0] // splits, partial_gmem.shape[1]
+    splat = plgpu.Layout.WG_SPLAT(())
+    tiled = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tiled, splat, splat, splat))
+    def run(ctx, partial_ref, out_ref, first_row, rows, first_column):
+        del ctx
+        i8, f32 = ir.IntegerType.get_signless(8), ir.F32Type.get()
+        thread, *_ = _lane()
+        base = mgpu.utils.memref_ptr(out_ref)
+        pairs = chunk // 2
+        for step in range(n_total * pairs // 128):
+            index = _add(thread, 128 * step)
+            n, pair = arith.divui(index, _i32(pairs)), arith.remui(index, _i32(pairs))
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, n, rows.registers.item())):
+                # slots 2 * pair and 2 * pair + 1 hold features 32t + 8w + i and that + 4 of a run of 128
+                in_run = arith.remui(pair, _i32(64))
+                t, wi = arith.remui(in_run, _i32(4)), arith.divui(in_run, _i32(4))
+                feature = _add(_mul(t, 32), _add(_mul(arith.divui(wi, _i32(4)), 8), arith.remui(wi, _i32(4))))
+                feature = _add(feature, _mul(arith.divui(pair, _i32(64)), 128))
+                feature = _add(feature, first_column.registers.item())
+                value = []
+                for j in range(2):
+                    total = []
+                    for half in range(2):
+                        column = _add(feature, 4 * j + half * (width // 2))
+                        parts = []
+                        for split in range(splits):
+                            row = _add(_add(first_row.registers.item(), n), split * split_rows)
+                            parts.append(
+                                llvm.load(f32, _gmem(partial_ref, row, width, column, f32), alignment=4)
+                            )
+                        total.append(functools.reduce(arith.addf, parts))
+                    value.append(arith.mulf(_silu(total[0]), total[1]))
+                piece, in_tile = arith.divui(pair, _i32(4)), arith.remui(n, _i32(8))
+                tile = _add(_mul(arith.divui(n, _i32(8)), chunk // 64), arith.divui(piece, _i32(8)))
+                swizzled = arith.xori(arith.remui(piece, _i32(8)), in_tile)
+                offset = _add(_add(_mul(tile, 1024), _mul(in_tile, 128)), _mul(swizzled, 16))
+                offset = _add(offset, _mul(arith.remui(pair, _i32(4)), 4))
+                llvm.store(_pack(*value), mgpu.utils.getelementptr(base, [offset], i8), alignment=4)
+        _statement("fence.proxy.async.shared::cta;")
+
+    run(partial_gmem, x_smem, first_row, rows, first_column)
 
 
 def store_rows(
@@ -336,7 +446,7 @@ def store_rows(
             n = _add(arith.divui(thread, _i32(32)), 4 * step)
             inside = arith.cmpi(arith.CmpIPredicate.slt, _add(n, first), rows.registers.item())
             with mgpu.utils.when(inside):
-                value = [_staged(stage_ref, 1, _add(pair, j), n, count) for j in range(2)]
+                value = [_staged(stage_ref, _add(pair, j), n, count) for j in range(2)]
                 row = _add(first_row.registers.item(), _add(n, first))
                 column = _add(first_column.registers.item(), pair)
                 llvm.store(_pack(*value), _gmem(out_ref, row, width, column), alignment=4)

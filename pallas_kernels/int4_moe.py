@@ -1,12 +1,16 @@
 """Routed experts with INT4 weights: gate-up, SwiGLU, down, weighted sum (Mosaic GPU).
 
-Slots (token, chosen expert) are sorted by expert and cut into blocks of at most N slots of one expert. Two
-persistent kernels walk (block, tile of weight rows) items: ``gate_up`` gathers a block's tokens and writes
-silu(gate) * up of the block, ``down`` writes one row of output per slot; a last XLA fusion weights and sums
-a token's rows. In both, a producer warpgroup streams tiles of INT4 weights and scales through shared
-memory, and every other warpgroup turns 64 rows of them into bf16 in registers, where they are the A operand
-of wgmma; tokens are its N side, so that a block of 8 costs 8 columns, not 64. The row of a slot depends on
-nothing but its token and its expert: the result of a token has the same bits whatever else is in the batch.
+Slots (token, chosen expert) are sorted by expert and cut into blocks of at most N slots of one expert. One
+persistent kernel walks items of two kinds, first (block, tile of gate and up rows), then (block, tile of
+down rows); a last XLA fusion weights and sums a token's rows. A producer warpgroup streams tiles of INT4
+weights and scales through shared memory, and every other warpgroup turns 64 rows of them into bf16 in
+registers, where they are the A operand of wgmma; tokens are its N side, so that a block of 8 costs 8 columns,
+not 64. Weights depend on no other block of threads: while the producer waits for the hidden activation of a
+block (a semaphore counts its finished tiles), the down weights already fill the pipeline.
+
+The row of a slot depends on nothing but its token and its expert: the result of a token has the same bits
+whatever else is in the batch. Few slots do not fill the GPU with items; ``k_splits`` then cuts K of the first
+product, and the partial sums are added, in a fixed order, by whoever reads them.
 
 Both products reorder K inside runs of 128 (:func:`pallas_kernels.int4_inline.permute_k`).
 """
@@ -19,7 +23,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int4, Int32
 
 from pallas_kernels import int4_inline as inline
+from pallas_kernels import moe_route
 
 MAX_BLOCK = 128  # tokens of a block
 SMEM_BYTES = 232_448
@@ -37,369 +41,379 @@ _LAG = 2  # gathers in flight before their barrier is told
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Tiles of one product: warpgroups along weight rows (64 each), along K, stages of the pipeline."""
+class Config:
+    """Tiles.
 
-    warpgroups_m: int = 4
-    warpgroups_k: int = 1
+    Attributes:
+        tokens: slots of a block (N).
+        warpgroups: warpgroups that multiply, 64 rows of weights each.
+        stages: stages of the pipeline.
+        k_splits: parts of K of the first product, more than one for the smallest batches only.
+        ctas: blocks of threads; all of them must fit on the GPU at once.
+    """
+
+    tokens: int = 8
+    warpgroups: int = 4
     stages: int = 5
+    k_splits: int = 1
+    ctas: int = 132
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """``tokens``: slots of a block (N). ``early_down``: the second kernel starts while the first drains."""
+class _Plan:
+    """Static sizes of a call."""
 
-    tokens: int = 8
-    gate_up: Tiles = Tiles()
-    down: Tiles = Tiles()
-    ctas: int = 132
-    early_down: bool = False
-
-
-class Routing(NamedTuple):
-    """Blocks of slots. Arrays are i32.
-
-    Attributes:
-        token: [T * K] token of each slot, slots sorted by expert.
-        block: [4, blocks] the expert (counted over all layers), first slot and number of slots of each
-            block; the last row repeats how many blocks there are. Columns past that number mean nothing.
-        position: [T, K] sorted position of a token's k-th choice.
-    """
-
-    token: jax.Array
-    block: jax.Array
-    position: jax.Array
-
-
-def num_blocks(slots: int, num_experts: int, tokens: int) -> int:
-    """Most blocks that any routing of ``slots`` slots can make."""
-    return min(slots, num_experts + slots // tokens)
-
-
-def route(expert_TK: Int32[Array, "T K"], layer: Array | int, *, num_experts: int, tokens: int) -> Routing:
-    """Sort slots by expert and cut them into blocks, without a sort: a few reductions over (slots, slots)."""
-    rows, choices = expert_TK.shape
-    slots = rows * choices
-    layer = jnp.asarray(layer, jnp.int32)
-    slot = jnp.arange(slots, dtype=jnp.int32)
-    if rows == 1:
-        one = jnp.ones_like(slot)
-        block = jnp.stack([expert_TK[0] + layer * num_experts, slot, one, slots * one])
-        return Routing(jnp.zeros_like(slot), block, slot[None])
-    expert = expert_TK.reshape(slots)
-    blocks = num_blocks(slots, num_experts, tokens)
-    same = expert[None, :] == expert[:, None]
-    rank = jnp.sum(same & (slot[None, :] < slot[:, None]), axis=1, dtype=jnp.int32)
-    build = _route_by_slot if slots <= 1024 else _route_by_expert
-    token, position, fields, count = build(expert, slot, rank, same, blocks, num_experts, tokens, choices)
-    owner, first, size = fields
-    block = jnp.stack([owner + layer * num_experts, first, size, jnp.broadcast_to(count, (blocks,))])
-    return Routing(token, block, position.reshape(rows, choices))
-
-
-def _route_by_slot(expert, slot, rank, same, blocks, num_experts, tokens, choices):
-    """Reductions over pairs of slots only: the fewest launches."""
-    earlier = (expert[None, :] < expert[:, None]) | (same & (slot[None, :] < slot[:, None]))
-    position = jnp.sum(earlier, axis=1, dtype=jnp.int32)
-    size = jnp.minimum(jnp.sum(same, axis=1, dtype=jnp.int32) - rank, tokens)
-    leads = rank % tokens == 0
-    block = jnp.sum(leads[None, :] & (position[None, :] < position[:, None]), axis=1, dtype=jnp.int32)
-    chosen = leads[None, :] & (block[None, :] == jnp.arange(blocks, dtype=jnp.int32)[:, None])
-    fields = jnp.stack([expert, position, size])
-    fields = jnp.sum(jnp.where(chosen[None], fields[:, None, :], 0), axis=2, dtype=jnp.int32)
-    at = position[None, :] == slot[:, None]
-    token = jnp.sum(jnp.where(at, slot[None, :] // choices, 0), axis=1, dtype=jnp.int32)
-    return token, position, fields, jnp.sum(leads, dtype=jnp.int32)
-
-
-def _route_by_expert(expert, slot, rank, same, blocks, num_experts, tokens, choices):
-    """Reductions over (experts, slots): for many slots."""
-    which = jnp.arange(num_experts, dtype=jnp.int32)
-    count_E = jnp.sum(expert[None, :] == which[:, None], axis=1, dtype=jnp.int32)
-    before = which[None, :] < which[:, None]
-    first_E = jnp.sum(jnp.where(before, count_E[None, :], 0), axis=1, dtype=jnp.int32)
-    blocks_E = (count_E + (tokens - 1)) // tokens
-    block_E = jnp.sum(jnp.where(before, blocks_E[None, :], 0), axis=1, dtype=jnp.int32)
-    position = first_E[expert] + rank
-    token = jnp.zeros_like(slot).at[position].set(slot // choices, unique_indices=True)
-    index = jnp.arange(blocks, dtype=jnp.int32)
-    owner = jnp.sum(block_E[None, :] <= index[:, None], axis=1, dtype=jnp.int32) - 1
-    done = (index - block_E[owner]) * tokens
-    size = jnp.clip(count_E[owner] - done, 0, tokens)
-    return token, position, (owner, first_E[owner] + done, size), block_E[-1] + blocks_E[-1]
-
-
-class _Product(NamedTuple):
-    """Static description of one grouped product, x [rows, K] times w [experts, outs, K]."""
-
-    swiglu: bool  # gate and up, tokens gathered, else plain rows with x already in blocks
-    tokens: int
-    outs: int
-    k: int
+    config: Config
+    d: int
+    f: int
     group: int
-    tiles: Tiles
-    ctas: int
-    early: bool
-    sim: bool
+    experts: int
+    blocks: int
+    slots: int
+    single: bool = False  # one token: its slots are the blocks
+    sim: bool = False
 
     @property
     def chunk(self) -> int:
-        """K of a warpgroup's step."""
-        return 256 if self.k % 256 == 0 else 128
-
-    @property
-    def steps(self) -> int:
-        return self.k // (self.chunk * self.tiles.warpgroups_k)
-
-    @property
-    def workers(self) -> int:
-        return self.tiles.warpgroups_m * self.tiles.warpgroups_k
+        """K of a step."""
+        return 256 if self.d % 256 == 0 and self.f % 256 == 0 else 128
 
     @property
     def rows(self) -> int:
-        """Weight rows of an item: half gate and half up, or one run."""
-        return 64 * self.tiles.warpgroups_m
+        """Weight rows of an item."""
+        return 64 * self.config.warpgroups
 
     @property
-    def item_tiles(self) -> int:
-        return self.outs // self.rows
+    def up_tiles(self) -> int:
+        return 2 * self.f // self.rows
 
     @property
-    def row_groups(self) -> int:
-        return self.k // self.group
+    def down_tiles(self) -> int:
+        return self.d // self.rows
+
+    @property
+    def up_steps(self) -> int:
+        return self.d // (self.chunk * self.config.k_splits)
+
+    @property
+    def down_steps(self) -> int:
+        return self.f // self.chunk
+
+    @property
+    def down_groups(self) -> int:
+        return self.f // self.group
 
     @property
     def boxed(self) -> bool:
-        """Whether scales come as boxes of 8 groups; else as whole rows, which then are 1, 2 or 4 groups."""
-        return self.row_groups % 8 == 0
+        """Whether down's scales come as boxes of 8 groups; else as whole rows of 1, 2 or 4 groups."""
+        return self.down_groups % 8 == 0
 
     @property
     def columns(self) -> int:
         """Accumulator columns that pass through shared memory at a time."""
-        return min(self.tokens, inline.COLUMNS)
+        return min(self.config.tokens, inline.COLUMNS)
 
     @property
-    def copies(self) -> int:
-        """Copies of a stage, the gather counted as one."""
-        if self.swiglu:
-            return 4 * self.tiles.warpgroups_k + 1
-        return self.tiles.warpgroups_k * (2 + (1 if self.boxed else self.tiles.warpgroups_m))
+    def arrivals(self) -> int:
+        """Copies that fill a stage: two of weights, two of scales or one a warpgroup, one of activations."""
+        return 5 if self.boxed else max(5, 3 + self.config.warpgroups)
 
     @property
-    def parts(self) -> tuple[int, int]:
-        """Runs of weight rows of an item and rows of a run."""
-        return (2, self.rows // 2) if self.swiglu else (1, self.rows)
+    def hidden(self) -> jax.ShapeDtypeStruct:
+        rows = self.blocks * self.config.tokens
+        if self.config.k_splits > 1:
+            return jax.ShapeDtypeStruct((self.config.k_splits * rows, 2 * self.f), jnp.float32)
+        return jax.ShapeDtypeStruct((rows, self.f), jnp.bfloat16)
+
+    @property
+    def out(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.slots, self.d), jnp.bfloat16)
 
     def scratch(self) -> dict:
-        gm, gk, stages = dataclasses.astuple(self.tiles)
-        chunk, staged = self.chunk, 64 * (self.columns + 1)
-        scales = (*self.parts, 8) if self.boxed else (gm, 64 * self.row_groups)
+        c = self.config
         scratch = {
-            "x_smem": _swizzled((stages, gk, self.tokens, chunk), jnp.bfloat16, 128),
-            "w_smem": _swizzled((stages, gk, *self.parts, chunk), jnp.int4, chunk // 2),
-            "scale_smem": plgpu.SMEM((stages, gk, *scales), jnp.bfloat16),
-            "staged_smem": plgpu.SMEM((gm, gk * staged), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=self.copies, num_barriers=stages),
-            "free": plgpu.Barrier(num_arrivals=self.workers, num_barriers=stages),
+            "x_smem": _swizzled((c.stages, c.tokens, self.chunk), jnp.bfloat16, 128, 64),
+            "w_smem": _swizzled((c.stages, self.rows, self.chunk), jnp.int4, self.chunk // 2, self.chunk),
+            "scale_smem": plgpu.SMEM((c.stages, self.rows, 8), jnp.bfloat16),
+            "staged_smem": plgpu.SMEM((c.warpgroups, 64 * (self.columns + 1)), jnp.float32),
+            "full": plgpu.Barrier(num_arrivals=self.arrivals, num_barriers=c.stages),
+            "free": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
+            "token_smem": plgpu.SMEM((max(c.tokens, 32),), jnp.int32),
         }
-        if gk > 1:
-            scratch["partial"] = plgpu.Barrier(num_arrivals=gk, num_barriers=gm)
-            scratch["summed"] = plgpu.Barrier(num_arrivals=gk, num_barriers=gm)
+        if not self.boxed:
+            scratch["flat_smem"] = plgpu.SMEM((c.stages, self.rows * self.down_groups), jnp.bfloat16)
         return scratch
 
     def smem_bytes(self) -> int:
-        gm, gk, stages = dataclasses.astuple(self.tiles)
-        scales = self.rows * 8 if self.boxed else gm * 64 * self.row_groups
-        stage = gk * (2 * self.tokens * self.chunk + self.rows * self.chunk // 2 + 2 * scales)
-        return stages * stage + 4 * gm * gk * 64 * (self.columns + 1)
+        c = self.config
+        stage = 2 * c.tokens * self.chunk + self.rows * (self.chunk // 2 + 16)
+        flat = 0 if self.boxed else 2 * self.rows * self.down_groups
+        return c.stages * (stage + flat) + 4 * c.warpgroups * 64 * (self.columns + 1)
 
 
-def _swizzled(shape: tuple[int, ...], dtype, swizzle: int):
-    tile = plgpu.TilingTransform(
-        (8, swizzle * 8 // jnp.iinfo(jnp.int4).bits if dtype == jnp.int4 else swizzle // 2)
-    )
-    return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))
+def _swizzled(shape: tuple[int, ...], dtype, swizzle: int, columns: int):
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def _grouped(p: _Product, x, token, block, w, scale, out_rows: int) -> jax.Array:
-    """The product of every block: [blocks * N, F] bf16 in permuted order, or [slots, D] bf16."""
-    gm, gk, stages = dataclasses.astuple(p.tiles)
-    n, chunk, steps, workers = p.tokens, p.chunk, p.steps, p.workers
-    half = p.outs // 2
-    row_stride = 8 if p.boxed else p.row_groups
-    div, rem = (lambda a, b: lax.div(a, jnp.int32(b))), (lambda a, b: lax.rem(a, jnp.int32(b)))
+def _div(a, b: int):
+    return lax.div(a, jnp.int32(b))
 
-    def body(x_gmem, token_gmem, block_gmem, w_gmem, scale_gmem, out_gmem, *, x_smem, w_smem, scale_smem,
-    staged_smem,
-             full, free, partial=None, summed=None):  # fmt: skip
-        cta, worker = lax.axis_index("cta"), lax.axis_index("worker")
-        items = block_gmem[3, 0] * p.item_tiles
-        mine = jnp.maximum(div(items - cta + (p.ctas - 1), p.ctas), 0)
-        total = mine * steps
 
-        def place(nth):
-            item = cta + nth * p.ctas
-            return div(item, p.item_tiles), rem(item, p.item_tiles)
+def _rem(a, b: int):
+    return lax.rem(a, jnp.int32(b))
 
-        def load_weights(expert, m, c, ks, g0, slot):
-            done = full.at[slot]
-            count, rows = p.parts
-            for part in range(count):
-                first = pl.multiple_of(part * half + m * rows, rows)
-                src = pl.ds(first, rows)
-                plgpu.copy_gmem_to_smem(w_gmem.at[expert, src, ks], w_smem.at[slot, c, part], done)
-                if p.boxed:
-                    source = scale_gmem.at[expert, src, pl.ds(g0, 8)]
-                    plgpu.copy_gmem_to_smem(source, scale_smem.at[slot, c, part], done)
-            if not p.boxed:
-                size = 64 * p.row_groups
-                for r in range(gm):
-                    first = pl.multiple_of((m * gm + r) * size, size)
-                    plgpu.copy_gmem_to_smem(
-                        scale_gmem.at[expert, pl.ds(first, size)], scale_smem.at[slot, c, r], done
-                    )
 
-        @pl.when(worker == workers)
-        def _produce():
-            if p.early and p.swiglu:
-                plgpu.griddepcontrol_launch_dependents()
+def _loop(first, last, function) -> None:
+    def step(i, carry):
+        function(i)
+        return carry
+
+    lax.fori_loop(first, last, step, None)
+
+
+def _kernel(p: _Plan, refs: dict, phases: tuple[int, ...]) -> None:
+    """What one block of threads does. Phase 1 makes the hidden activation, phase 2 reads it."""
+    c, n, chunk, stages = p.config, p.config.tokens, p.chunk, p.config.stages
+    block_gmem, hidden_gmem = refs["block"], refs["hidden"]
+    x_smem, w_smem, scale_smem = refs["x_smem"], refs["w_smem"], refs["scale_smem"]
+    full, free = refs["full"], refs["free"]
+    fused = phases == (1, 2)
+    ready = pl.get_global(plgpu.SemaphoreType.REGULAR((p.blocks,))) if fused else None
+    cta, worker = lax.axis_index("cta"), lax.axis_index("worker")
+    count = jnp.int32(p.blocks) if p.single else block_gmem[3, 0]
+    up_items = count * (p.up_tiles * c.k_splits) if 1 in phases else jnp.int32(0)
+    down_items = count * p.down_tiles if 2 in phases else jnp.int32(0)
+    # blocks of threads that have one item less of the first kind come first in the second
+    turned = _rem(cta + (c.ctas - _rem(up_items, c.ctas)), c.ctas)
+    up_mine = jnp.maximum(_div(up_items - cta + (c.ctas - 1), c.ctas), 0)
+    down_mine = jnp.maximum(_div(down_items - turned + (c.ctas - 1), c.ctas), 0)
+    base, total = up_mine * p.up_steps, up_mine * p.up_steps + down_mine * p.down_steps
+    half = p.rows // 2
+
+    def expert_of(b):
+        return block_gmem[b] + refs["layer"][0] * p.experts if p.single else block_gmem[0, b]
+
+    def slots_of(b):
+        """(first slot, slots) of a block."""
+        return (b, jnp.int32(1)) if p.single else (block_gmem[1, b], block_gmem[2, b])
+
+    def up_item(nth):
+        item = cta + nth * c.ctas
+        return (
+            _div(item, p.up_tiles * c.k_splits),
+            _rem(_div(item, c.k_splits), p.up_tiles),
+            _rem(item, c.k_splits),
+        )
+
+    def down_item(nth):
+        item = turned + nth * c.ctas
+        return _div(item, p.down_tiles), _rem(item, p.down_tiles)
+
+    def produce():
+        if not p.sim:
+            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+
+        def take(i):
+            slot = _rem(i, stages)
+            pl.when(i >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            return slot
+
+        def pad(slot, arrivals):
+            for _ in range(p.arrivals - arrivals):
+                plgpu.barrier_arrive(full.at[slot])
+
+        def halves(w_gmem, scale_gmem, expert, first_rows, k0, slot):
+            ks, done = pl.ds(k0, chunk), full.at[slot]
+            groups = pl.ds(pl.multiple_of(_div(k0, p.group * 8) * 8, 8), 8)
+            for i, first in enumerate(first_rows):
+                source, target = pl.ds(pl.multiple_of(first, half), half), pl.ds(i * half, half)
+                plgpu.copy_gmem_to_smem(w_gmem.at[expert, source, ks], w_smem.at[slot, target], done)
+                if scale_gmem is not None:
+                    scales = scale_gmem.at[expert, source, groups]
+                    plgpu.copy_gmem_to_smem(scales, scale_smem.at[slot, target], done)
+
+        def wait_gather(pending):
+            if p.sim:
+                plgpu.commit_smem()
+            else:
+                inline.wait_gather(pending)
+
+        def up(nth):
+            b, m, split = up_item(nth)
+            expert, (first, size) = expert_of(b), slots_of(b)
             if not p.sim:
-                plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+                inline.load_tokens(refs["token"], refs["token_smem"], first, size)
 
-            def step(i, _):
-                nth, k = div(i, steps), rem(i, steps)
-                b, m = place(nth)
-                slot = rem(i, stages)
-
-                pl.when(i >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                for c in range(gk):
-                    k0 = pl.multiple_of((k * gk + c) * chunk, chunk)
-                    g0 = pl.multiple_of(div(k0, p.group * 8) * 8, 8)
-                    load_weights(block_gmem[0, b], m, c, pl.ds(k0, chunk), g0, slot)
-                    x_to = x_smem.at[slot, c]
-                    if p.swiglu:
-                        gather = _sim_gather_rows if p.sim else inline.gather_rows
-                        gather(x_gmem, token_gmem, x_to, block_gmem[1, b], block_gmem[2, b], k0)
-                        continue
-                    if p.early:  # weights do not depend on the first kernel, its output does
-
-                        @pl.when(i == 0)
-                        def _():
-                            plgpu.griddepcontrol_wait()
-
-                    first = pl.multiple_of(b * n, n)
-                    plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(first, n), pl.ds(k0, chunk)], x_to, full.at[slot])
-                if p.swiglu:
-
-                    @pl.when(i >= _LAG)
-                    def _():
-                        wait_gather(_LAG * gk)
-                        plgpu.barrier_arrive(full.at[rem(i - _LAG, stages)])
-
-            def wait_gather(pending):
+            def step(k):
+                i = nth * p.up_steps + k
+                slot = take(i)
+                k0 = pl.multiple_of((split * p.up_steps + k) * chunk, chunk)
+                halves(refs["w_up"], refs["s_up"], expert, (m * half, p.f + m * half), k0, slot)
+                pad(slot, 5)
                 if p.sim:
-                    plgpu.commit_smem()
+                    _sim_gather_rows(refs["x"], refs["token"], x_smem.at[slot], first, size, k0)
                 else:
-                    inline.wait_gather(pending)
+                    inline.gather_rows(refs["x"], refs["token_smem"], x_smem.at[slot], size, k0)
 
-            def each(first, function):
-                def guarded(i, _):
-                    pl.when(i >= 0)(lambda: function(rem(i, stages)))
+                @pl.when(i >= _LAG)
+                def _():
+                    wait_gather(_LAG)
+                    plgpu.barrier_arrive(full.at[_rem(i - _LAG, stages)])
 
-                lax.fori_loop(first, total, guarded, None)
+            _loop(0, p.up_steps, step)
 
-            lax.fori_loop(0, total, step, None)
-            if p.swiglu:
-                wait_gather(0)
-                each(total - _LAG, lambda slot: plgpu.barrier_arrive(full.at[slot]))
-            each(total - stages, lambda slot: plgpu.barrier_wait(free.at[slot]))
+        def down_expert(i):
+            return expert_of(jnp.minimum(down_item(_div(i, p.down_steps))[0], p.blocks - 1))
 
-        @pl.when(worker < workers)
-        def _multiply():
-            if not p.sim:
-                plgpu.set_max_registers(_worker_registers(workers), action="increase")
-            r, c = rem(worker, gm), div(worker, gm)
+        def down_weights(i, expert):
+            nth, k = _div(i, p.down_steps), _rem(i, p.down_steps)
+            _, m = down_item(nth)
+            slot = take(base + i)
+            first, k0 = m * p.rows, pl.multiple_of(k * chunk, chunk)
+            scale_gmem = refs["s_down"] if p.boxed else None
+            halves(refs["w_down"], scale_gmem, expert, (first, first + half), k0, slot)
+            if p.boxed:
+                pad(slot, 5)
+                return
+            size = 64 * p.down_groups
+            for r in range(c.warpgroups):
+                source = pl.ds(pl.multiple_of(first * p.down_groups + r * size, size), size)
+                target = refs["flat_smem"].at[slot, pl.ds(r * size, size)]
+                plgpu.copy_gmem_to_smem(refs["s_down"].at[expert, source], target, full.at[slot])
+            pad(slot, 3 + c.warpgroups)
 
-            def enter(nth, k):
-                i = nth * steps + k
-                slot = rem(i, stages)
+        def down_hidden(i):
+            nth, k = _div(i, p.down_steps), _rem(i, p.down_steps)
+            b, _ = down_item(nth)
+            slot = _rem(base + i, stages)
+            if ready is not None:
+                tiles = p.up_tiles * c.k_splits * c.warpgroups
+                plgpu.semaphore_wait(ready.at[b], tiles, decrement=False, memory_scope="gpu")
+                inline.fence_async()
+            first, k0 = pl.multiple_of(b * n, n), pl.multiple_of(k * chunk, chunk)
+            if c.k_splits == 1:
+                source = hidden_gmem.at[pl.ds(first, n), pl.ds(k0, chunk)]
+                plgpu.copy_gmem_to_smem(source, x_smem.at[slot], full.at[slot])
+                return
+            gather = _sim_gather_swiglu if p.sim else inline.gather_swiglu
+            gather(hidden_gmem, x_smem.at[slot], first, slots_of(b)[1], k0, splits=c.k_splits)
+            plgpu.barrier_arrive(full.at[slot])
+
+        def each_last(steps, last, function):
+            _loop(last - steps, last, lambda i: pl.when(i >= 0)(lambda: function(_rem(i, stages))))
+
+        if 1 in phases:
+            _loop(0, up_mine, up)
+            wait_gather(0)
+            each_last(_LAG, base, lambda slot: plgpu.barrier_arrive(full.at[slot]))
+        if 2 in phases:
+            lead = stages - 2  # weights run ahead of what waits for other blocks of threads
+
+            def down_step(i, expert):
+                following = down_expert(i + lead + 1)  # a step early, so that nobody waits for it
+                pl.when(i >= 0)(lambda: down_hidden(i))
+                pl.when(i + lead < total - base)(lambda: down_weights(i + lead, expert))
+                return following
+
+            lax.fori_loop(-lead, total - base, down_step, down_expert(jnp.int32(0)))
+        each_last(stages, total, lambda slot: plgpu.barrier_wait(free.at[slot]))
+
+    def multiply():
+        if not p.sim:
+            plgpu.set_max_registers(_worker_registers(c.warpgroups), action="increase")
+        staged = refs["staged_smem"].at[worker]
+
+        def product(first_step, steps, warp_rows, scales_of, row_stride, first_chunk):
+            """[64, N] f32: this warpgroup's rows of an item times the block's columns."""
+
+            def enter(k):
+                slot = _rem(first_step + k, stages)
                 plgpu.barrier_wait(full.at[slot])
-                first_group = rem(div((k * gk + c) * chunk, p.group), row_stride)
-                scales = scale_smem.at[slot, c]
-                warp_rows = (r * 32, half_rows + r * 32) if p.swiglu else (r * 64, r * 64 + 32)
-                return slot, scales, warp_rows, first_group
+                return slot, scales_of(slot), _rem(_div((first_chunk + k) * chunk, p.group), row_stride)
 
-            half_rows = p.rows // 2
+            def step(k, acc):
+                slot, scales, group = enter(k)
+                weights = inline.dequantize(
+                    w_smem.at[slot], scales, warp_rows, group, group=p.group, row_stride=row_stride
+                )
+                for j, part in enumerate(weights):
+                    plgpu.wgmma(acc, part, x_smem.at[slot, :, pl.ds(64 * j, 64)].T)
+                    if n > 16:  # else a chunk's weights and the accumulator do not fit in registers
+                        plgpu.wgmma_wait(1 if n <= 32 else 0)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(free.at[slot])
 
-            def accumulate(nth):
-                def product(acc):
-                    def step(k, _):
-                        slot, scales, warp_rows, first_group = enter(nth, k)
-                        weights = inline.dequantize(
-                            w_smem.at[slot, c],
-                            scales,
-                            warp_rows,
-                            first_group,
-                            group=p.group,
-                            row_stride=row_stride,
-                        )
-                        for j, part in enumerate(weights):
-                            plgpu.wgmma(acc, part, x_smem.at[slot, c, :, pl.ds(64 * j, 64)].T)
-                            if n > 16:  # else a chunk's weights and the accumulator do not fit in registers
-                                plgpu.wgmma_wait(1)
-                        plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(free.at[slot])
+            def sim_step(k, acc):
+                slot, scales, group = enter(k)
+                s = scales[...].reshape(p.rows, row_stride)
+                s = lax.dynamic_slice(s, (jnp.int32(0), group), (p.rows, chunk // p.group))
+                w = w_smem[slot].astype(jnp.bfloat16) * jnp.repeat(s, p.group, axis=1)
+                w = jnp.concatenate([lax.dynamic_slice_in_dim(w, first, 32) for first in warp_rows])
+                x = x_smem[slot]
+                plgpu.commit_smem()  # the detector wants a fence between these reads and the next copy
+                plgpu.barrier_arrive(free.at[slot])
+                contract = (((1,), (1,)), ((), ()))
+                return acc + lax.dot_general(
+                    inline.permute_k(w), x, contract, preferred_element_type=jnp.float32
+                )
 
-                    lax.fori_loop(0, steps, step, None)
-                    return acc[...]
+            if p.sim:
+                return lax.fori_loop(0, steps, sim_step, jnp.zeros((64, n), jnp.float32))
 
-                return pl.run_scoped(product, plgpu.ACC((64, n), jnp.float32))
+            def run(acc):
+                _loop(0, steps, lambda k: step(k, acc))
+                return acc[...]
 
-            def sim_accumulate(nth):
-                def step(k, acc):
-                    slot, scales, warp_rows, first_group = enter(nth, k)
-                    w = w_smem[slot, c].reshape(p.rows, chunk).astype(jnp.bfloat16)
-                    s = scales[...].reshape(p.rows, row_stride)
-                    s = lax.dynamic_slice(s, (jnp.int32(0), first_group), (p.rows, chunk // p.group))
-                    w = w * jnp.repeat(s, p.group, axis=1)
-                    w = jnp.concatenate([lax.dynamic_slice_in_dim(w, first, 32) for first in warp_rows])
-                    x = x_smem[slot, c]
-                    plgpu.commit_smem()  # the detector wants a fence between these reads and the next copy
-                    plgpu.barrier_arrive(free.at[slot])
-                    dims = (((1,), (1,)), ((), ()))
-                    return acc + lax.dot_general(
-                        inline.permute_k(w), x, dims, preferred_element_type=jnp.float32
-                    )
+            return pl.run_scoped(run, plgpu.ACC((64, n), jnp.float32))
 
-                return lax.fori_loop(0, steps, step, jnp.zeros((64, n), jnp.float32))
+        def up(nth):
+            b, m, split = up_item(nth)
+            rows = (worker * 32, half + worker * 32)
+            first_chunk, (_, size) = split * p.up_steps, slots_of(b)
+            acc = product(
+                nth * p.up_steps, p.up_steps, rows, lambda slot: scale_smem.at[slot], 8, first_chunk
+            )
+            first_row = (split * p.blocks + b) * n
+            store = _sim_store_up if p.sim else _store_up
+            store(p, acc, staged, hidden_gmem, first_row, size, m * half + worker * 32)
+            if ready is not None:
+                inline.fence_async()
+                plgpu.semaphore_signal(ready.at[b], 1, memory_scope="gpu")
 
-            def together(barrier):
-                """Meet the warpgroups that share this one's rows."""
-                if gk > 1:
-                    plgpu.barrier_arrive(barrier.at[r])
-                    plgpu.barrier_wait(barrier.at[r])
+        def down(nth):
+            b, m = down_item(nth)
+            rows = (worker * 64, worker * 64 + 32)
+            scales, stride = (scale_smem, 8) if p.boxed else (refs["flat_smem"], p.down_groups)
+            first_step, (first, size) = base + nth * p.down_steps, slots_of(b)
+            acc = product(first_step, p.down_steps, rows, lambda slot: scales.at[slot], stride, 0)
+            store = _sim_store_down if p.sim else _store_down
+            store(p, acc, staged, refs["out"], first, size, m * p.rows + worker * 64)
 
-            def item(nth, _):
-                b, m = place(nth)
-                acc = (sim_accumulate if p.sim else accumulate)(nth)
-                tile = m * gm + r
-                store = _sim_store if p.sim else _store
-                store(p, acc, staged_smem.at[r], out_gmem, block_gmem, b, tile, c, partial, summed, together)
+        if 1 in phases:
+            _loop(0, up_mine, up)
+        if 2 in phases:
+            _loop(0, down_mine, down)
 
-            lax.fori_loop(0, mine, item, None)
+    pl.when(worker == c.warpgroups)(produce)
+    pl.when(worker < c.warpgroups)(multiply)
 
-    shape = (block.shape[1] * n, half) if p.swiglu else (out_rows, p.outs)
+
+def _call(p: _Plan, phases: tuple[int, ...], inputs: dict, outputs: dict) -> tuple[jax.Array, ...]:
+    def body(*refs, **scratch):
+        _kernel(p, dict(zip([*inputs, *outputs], refs, strict=True)) | scratch, phases)
+
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        out_type=tuple(outputs.values()),
         scratch_types=p.scratch(),
-        grid=(p.ctas,),
+        grid=(p.config.ctas,),
         grid_names=("cta",),
-        num_threads=workers + 1,
+        num_threads=p.config.warpgroups + 1,
         thread_name="worker",
-        kernel_name="int4_moe_gate_up" if p.swiglu else "int4_moe_down",
+        kernel_name="int4_moe",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not p.sim),
-    )(x, token, block, w, scale)
+    )(*inputs.values())
 
 
 def _worker_registers(workers: int) -> int:
@@ -408,26 +422,23 @@ def _worker_registers(workers: int) -> int:
     return min(240, (pool - _PRODUCER_REGISTERS) // workers // 8 * 8)
 
 
-def _store(p: _Product, acc, staged, out_gmem, block_gmem, b, tile, c, partial, summed, together) -> None:
-    size = 64 * (p.columns + 1)
-    for first in range(0, p.tokens, p.columns):
-        if not p.swiglu:
-            inline.put_columns(acc, staged, first, p.columns)
-            inline.store_rows(
-                staged, out_gmem, block_gmem[1, b], block_gmem[2, b], tile * 64, first=first, count=p.columns
-            )
-            continue
-        inline.put_columns(acc, staged.at[pl.ds(c * size, size)], first, p.columns)
-        together(partial)
-        store = functools.partial(
-            inline.store_swiglu, staged, out_gmem, b * p.tokens + first, tile * 32,
-            parts=p.tiles.warpgroups_k, count=p.columns,
-        )  # fmt: skip
-        if p.tiles.warpgroups_k == 1:
-            store()
+def _store_up(p: _Plan, acc, staged, hidden_gmem, first_row, rows, first_feature) -> None:
+    for first in range(0, p.config.tokens, p.columns):
+        inline.put_columns(acc, staged, first, p.columns)
+        where = (staged, hidden_gmem, first_row, rows, first_feature)
+        if p.config.k_splits > 1:
+            inline.store_partial(*where, count=p.columns)
         else:
-            pl.when(c == 0)(store)
-        together(summed)
+            inline.store_swiglu(*where, first=first, count=p.columns)
+
+
+def _store_down(p: _Plan, acc, staged, out_gmem, first_row, rows, first_column) -> None:
+    for first in range(0, p.config.tokens, p.columns):
+        inline.put_columns(acc, staged, first, p.columns)
+        inline.store_rows(staged, out_gmem, first_row, rows, first_column, first=first, count=p.columns)
+
+
+# The same in array code, for the interpreter. Features keep their order between the two phases.
 
 
 def _sim_gather_rows(x_gmem, token_gmem, x_smem, first_slot, rows, first_column) -> None:
@@ -438,28 +449,32 @@ def _sim_gather_rows(x_gmem, token_gmem, x_smem, first_slot, rows, first_column)
             x_smem[n, :] = x_gmem[token_gmem[first_slot + n], pl.ds(first_column, x_smem.shape[1])]
 
 
-def _sim_store(p: _Product, acc, staged, out_gmem, block_gmem, b, tile, c, partial, summed, together) -> None:
-    """What :func:`_store` does, in array code for the interpreter; features keep their order."""
-    if not p.swiglu:
-        for n in range(p.tokens):
+def _sim_gather_swiglu(partial_gmem, x_smem, first_row, rows, first_column, *, splits) -> None:
+    n, chunk = x_smem.shape
+    split_rows, f = partial_gmem.shape[0] // splits, partial_gmem.shape[1] // 2
+    at = [pl.ds(split * split_rows + first_row, n) for split in range(splits)]
+    gate = sum(partial_gmem[rows, pl.ds(first_column, chunk)] for rows in at)
+    up = sum(partial_gmem[rows, pl.ds(f + first_column, chunk)] for rows in at)
+    x_smem[...] = inline.permute_k((jax.nn.silu(gate) * up).astype(jnp.bfloat16))
+    plgpu.commit_smem()
 
-            @pl.when(n < block_gmem[2, b])
-            def _(n=n):
-                out_gmem[block_gmem[1, b] + n, pl.ds(tile * 64, 64)] = acc[:, n].astype(jnp.bfloat16)
 
-        return
-    gk, size = p.tiles.warpgroups_k, 64 * p.tokens
-    if gk > 1:
-        staged[pl.ds(c * size, size)] = acc.reshape(size)
-    together(partial)
+def _sim_store_up(p: _Plan, acc, staged, hidden_gmem, first_row, rows, first_feature) -> None:
+    gate, up = acc[:32].T, acc[32:].T
+    to = pl.ds(first_row, p.config.tokens)
+    if p.config.k_splits > 1:
+        hidden_gmem[to, pl.ds(first_feature, 32)] = gate
+        hidden_gmem[to, pl.ds(p.f + first_feature, 32)] = up
+    else:
+        hidden_gmem[to, pl.ds(first_feature, 32)] = (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
 
-    @pl.when(c == 0)
-    def _():
-        total = acc if gk == 1 else staged[pl.ds(0, gk * size)].reshape(gk, 64, p.tokens).sum(0)
-        hidden = (jax.nn.silu(total[:32]) * total[32:]).T.astype(jnp.bfloat16)
-        out_gmem[pl.ds(b * p.tokens, p.tokens), pl.ds(tile * 32, 32)] = hidden
 
-    together(summed)
+def _sim_store_down(p: _Plan, acc, staged, out_gmem, first_row, rows, first_column) -> None:
+    for n in range(p.config.tokens):
+
+        @pl.when(n < rows)
+        def _(n=n):
+            out_gmem[first_row + n, pl.ds(first_column, 64)] = acc[:, n].astype(jnp.bfloat16)
 
 
 @functools.cache
@@ -472,8 +487,7 @@ def choose_config(slots: int, num_experts: int) -> Config:
     """Tiles for a batch of T * K slots: the first row of tuned/h200.json whose bound on slots holds."""
     for row in _tuned():
         if row["max_slots"] is None or slots <= row["max_slots"]:
-            gate_up, down = Tiles(**row["gate_up"]), Tiles(**row["down"])
-            return Config(row["tokens"], gate_up, down, early_down=row["early_down"])
+            return Config(**{key: value for key, value in row.items() if key != "max_slots"})
     raise ValueError(f"tuned/h200.json has no row for {slots} slots")
 
 
@@ -524,27 +538,36 @@ def int4_moe(
     f, (rows, choices) = two_f // 2, expert_TK.shape
     config = config or choose_config(rows * choices, experts)
     _check(x_TD, expert_TK, weight_TK, w_gate_up, s_gate_up, w_down, s_down, group, config)
-    product = functools.partial(
-        _Product, tokens=config.tokens, group=group, ctas=config.ctas, early=config.early_down, sim=sim
-    )
-    first = product(swiglu=True, outs=two_f, k=d, tiles=config.gate_up)
-    second = product(swiglu=False, outs=d, k=f, tiles=config.down)
-    _check_tiles(first)
-    _check_tiles(second)
+    blocks = moe_route.num_blocks(rows * choices, experts, config.tokens)
+    single = rows == 1
+    p = _Plan(config, d, f, group, experts, blocks, rows * choices, single, sim)
+    _check_plan(p)
     with jax.named_scope("route"):
-        routing = route(expert_TK, layer, num_experts=experts, tokens=config.tokens)
+        layer = jnp.asarray(layer, jnp.int32)
+        routing = (
+            moe_route.single(expert_TK)
+            if single
+            else moe_route.route(expert_TK, layer, num_experts=experts, tokens=config.tokens)
+        )
     stack = layers * experts
-    w_up, s_up = w_gate_up.reshape(stack, two_f, d), s_gate_up.reshape(stack, two_f, d // group)
-    shape = (stack, d, f // group) if second.boxed else (stack, d * (f // group))
-    with jax.named_scope("gate_up"):
-        hidden = _grouped(first, inline.permute_k(x_TD), routing.token, routing.block, w_up, s_up, 0)
-    if sim:
-        hidden = inline.permute_k(hidden)
-    with jax.named_scope("down"):
-        out = _grouped(
-            second, hidden, routing.token, routing.block, w_down.reshape(stack, d, f), s_down.reshape(shape),
-            rows * choices,
-        )  # fmt: skip
+    down_scales = (stack, d, p.down_groups) if p.boxed else (stack, d * p.down_groups)
+    inputs = {
+        "x": inline.permute_k(x_TD),
+        "token": routing.token,
+        "block": routing.block,
+        "layer": layer.reshape(1),
+        "w_up": w_gate_up.reshape(stack, two_f, d),
+        "s_up": s_gate_up.reshape(stack, two_f, d // group),
+        "w_down": w_down.reshape(stack, d, f),
+        "s_down": s_down.reshape(down_scales),
+    }
+    with jax.named_scope("int4_moe"):
+        if sim:  # the interpreter has no semaphores: two launches
+            (hidden,) = _call(p, (1,), inputs, {"hidden": p.hidden})
+            hidden = hidden if config.k_splits > 1 else inline.permute_k(hidden)
+            (out,) = _call(p, (2,), inputs | {"hidden": hidden}, {"out": p.out})
+        else:
+            _, out = _call(p, (1, 2), inputs, {"hidden": p.hidden, "out": p.out})
     with jax.named_scope("combine"):
         picked = out[routing.position].astype(jnp.float32)
         return jnp.sum(picked * weight_TK[:, :, None], axis=1).astype(jnp.bfloat16)
@@ -585,23 +608,21 @@ def _check(
         raise ValueError(f"blocks of {n} tokens: a multiple of 8 up to 32, or 64, 96 or 128")
 
 
-def _check_tiles(p: _Product) -> None:
-    name = "gate_up" if p.swiglu else "down"
-    gm, gk, stages = dataclasses.astuple(p.tiles)
-    if p.outs % p.rows:
-        raise ValueError(f"{name}: {p.outs} rows do not divide into items of {p.rows} (warpgroups_m={gm})")
-    if p.k % (p.chunk * gk):
-        raise ValueError(f"{name}: K={p.k} does not divide into steps of {p.chunk * gk} (warpgroups_k={gk})")
-    if gk > 1 and (not p.swiglu or p.tokens > inline.COLUMNS):
-        raise ValueError(
-            f"{name}: warpgroups_k={gk} needs the gate-up product and blocks of 32 tokens or fewer"
-        )
-    if stages <= _LAG:
-        raise ValueError(f"{name}: {stages} stages, more than {_LAG} are needed")
-    if p.workers > 7:
-        raise ValueError(f"{name}: {p.workers} warpgroups, 7 is the most")
+def _check_plan(p: _Plan) -> None:
+    c = p.config
+    if not 1 <= c.warpgroups <= 4:
+        raise ValueError(f"{c.warpgroups} warpgroups, 1 to 4 are possible")
+    for name, outs in (("2F", 2 * p.f), ("D", p.d)):
+        if outs % p.rows:
+            raise ValueError(f"{name}={outs} does not divide into items of {p.rows} rows")
+    if c.k_splits < 1 or p.d % (p.chunk * c.k_splits):
+        raise ValueError(f"D={p.d} does not divide into {c.k_splits} parts of steps of {p.chunk}")
+    if c.k_splits > 1 and c.tokens > inline.COLUMNS:
+        raise ValueError(f"k_splits={c.k_splits} needs blocks of {inline.COLUMNS} tokens or fewer")
+    if c.stages <= _LAG:
+        raise ValueError(f"{c.stages} stages, more than {_LAG} are needed")
     if p.smem_bytes() > SMEM_BYTES - 1024:
-        raise ValueError(f"{name}: {p.smem_bytes()} bytes of shared memory, {SMEM_BYTES - 1024} is the most")
+        raise ValueError(f"{p.smem_bytes()} bytes of shared memory, {SMEM_BYTES - 1024} is the most")
 
 
-__all__ = ["Config", "Routing", "Tiles", "choose_config", "cost", "int4_moe", "num_blocks", "route"]
+__all__ = ["Config", "choose_config", "cost", "int4_moe"]

@@ -29,6 +29,89 @@ from kvmem.cache.tags import DigestTable, page_digest
 DETECTORS = ("off", "tags", "tags_digest")
 
 
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """One line of the coverage statement: what a detector says about ``name``, and what shows it."""
+
+    area: str
+    name: str
+    tags: str
+    digest: str
+    shown_by: str
+
+
+_YES, _NO = "yes", "no"
+_MATRIX = "experiments.detection_matrix"
+COVERAGE: tuple[Coverage, ...] = (
+    Coverage("model", "Kimi (dense MLA attention)", _YES, _YES, _MATRIX),
+    Coverage("model", "GLM (sparse attention, index keys)", _YES, _YES, _MATRIX),
+    Coverage("operation", "decode: reads and the write", _YES, _YES, _MATRIX),
+    Coverage("operation", "prefill over cached pages, chunk by chunk", _YES, _YES, _MATRIX),
+    Coverage("operation", "verification of draft tokens", _YES, _YES, "tests/cache/test_tags.py"),
+    Coverage(
+        "operation", "transfer from prefill to decode", "always on", _YES, "tests/cache/test_transfer.py"
+    ),
+    Coverage("operation", "retraction and resume", _YES, _YES, "tests/cache/test_tags.py"),
+    Coverage(
+        "operation",
+        "release and abort (free what is still owned)",
+        "always on",
+        "always on",
+        "tests/cache/test_machine.py",
+    ),
+    Coverage("format", "f32_576, bf16_576, fp8_576, fp8_656", _YES, _YES, "tests/cache/test_tags.py"),
+    Coverage("format", "index_f32, index_bf16, index_132", _YES, _YES, "tests/cache/test_tags.py"),
+    Coverage("hardware", "CPU, one device", _YES, _YES, _MATRIX),
+    Coverage("hardware", "8-device mesh: ranks agree", _YES, _YES, "tests/cache/test_integrity.py"),
+    Coverage(
+        "hardware", "H200", "same program, not measured here", "same program, not measured here", "none"
+    ),
+    Coverage(
+        "fault", "page freed, reused, of another owner, in wrong order, out of range", _YES, _YES, _MATRIX
+    ),
+    Coverage("fault", "flipped bit in a live page", _NO, _YES, _MATRIX),
+    Coverage("fault", "tokens permuted inside a page", _NO, _YES, _MATRIX),
+    Coverage("fault", "wrong scale", _NO, _YES, _MATRIX),
+    Coverage("fault", "late write into a live page", _NO, _YES, _MATRIX),
+    Coverage(
+        "fault",
+        "reference count of a shared page too low",
+        "when the last one goes",
+        "when the last one goes",
+        "tests/cache/test_integrity.py",
+    ),
+    Coverage(
+        "fault", "wrong value computed, then stored and sealed", _NO, _NO, "none: nothing to compare with"
+    ),
+    Coverage("fault", "table and expectation changed alike", _NO, _NO, "none: nothing to compare with"),
+    Coverage("fault", "damage to weights, activations or logits", _NO, _NO, "none: not cache state"),
+    Coverage(
+        "fault", "an adversary who can write device memory", _NO, _NO, "none: a checksum, not a signature"
+    ),
+)
+
+
+def coverage(detector: str = "tags_digest") -> dict[str, dict[str, str]]:
+    """Returns what ``detector`` covers, by area and name: for the record of a pool or of a run.
+
+    Raises:
+      ValueError: an unknown detector.
+    """
+    if detector not in DETECTORS:
+        raise ValueError(f"integrity detector {detector!r} is not one of {DETECTORS}")
+    stated: dict[str, dict[str, str]] = {}
+    for line in COVERAGE:
+        said = {"off": _NO, "tags": line.tags, "tags_digest": line.digest}[detector]
+        stated.setdefault(line.area, {})[line.name] = "always on" if line.tags == "always on" else said
+    return stated
+
+
+def coverage_table() -> str:
+    """Returns the coverage statement as the Markdown table that docs/integrity.md holds."""
+    rows = [f"| {c.area} | {c.name} | {c.tags} | {c.digest} | {c.shown_by} |" for c in COVERAGE]
+    return "\n".join(["| area | what | tags | tags + digest | shown by |", "|---|---|---|---|---|", *rows])
+
+
 class Kind(enum.IntEnum):
     """Why a row failed; the first that applies at the first logical page that fails."""
 

@@ -22,7 +22,10 @@ from kvmem.models import layers
 from kvmem.models.config import ModelConfig
 
 Form = Literal["absorbed", "naive"]
-Implementation = Literal["xla", "mosaic"]
+# "xla": plain JAX, any device and page size. "mosaic": Hopper kernels for cached attention and INT4 experts.
+# "mosaic_experts": the experts' kernel only, where attention has none (prefill chunks, sparse attention).
+Implementation = Literal["xla", "mosaic", "mosaic_experts"]
+IMPLEMENTATIONS = ("xla", "mosaic", "mosaic_experts")
 
 
 @typing.no_type_check

@@ -127,7 +127,7 @@ def forward(
 
     Args:
       attention: the form of MLA; both give the same result up to rounding.
-      implementation: "xla" (any page size, any device) or "mosaic" (Hopper kernels).
+      implementation: "xla" (any page size, any device), "mosaic" (Hopper kernels) or "mosaic_experts".
       axis: mesh axis of tensor parallelism, inside ``jax.shard_map``; None on a single rank.
       all_logits: f32 [B, T, W] for every token instead of [B, W] for each row's last real one.
     """
@@ -152,6 +152,8 @@ def backbone(
     axis: str | None = None,
 ) -> tuple[Float[Array, "B T D"], store.KVStore]:
     """The hidden state after the last layer and the final norm, and the cache with the new tokens."""
+    if implementation not in attention.IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r}: must be one of {attention.IMPLEMENTATIONS}")
     at = attention.place(
         batch.num_new_B, batch.length_B, batch.table_BM, batch.tokens_BT.shape[1], kv.page_size
     )
@@ -244,8 +246,11 @@ def _mixture(
     with jax.named_scope("router"):
         expert_TK, weight_TK = moe.route(small, config, x_TD)
     with jax.named_scope("experts"):
-        big = layers.layer_of({k: stack[k] for k in ("gate_up", "down")}, layer)
-        routed_TD = moe.experts(x_TD, expert_TK, weight_TK, big["gate_up"], big["down"])
+        if implementation == "xla":
+            big = layers.layer_of({k: stack[k] for k in ("gate_up", "down")}, layer)
+            routed_TD = moe.experts(x_TD, expert_TK, weight_TK, big["gate_up"], big["down"])
+        else:
+            routed_TD = moe.kernel_experts(x_TD, expert_TK, weight_TK, stack["gate_up"], stack["down"], layer)
     with jax.named_scope("shared_expert"):
         shared_TD = moe.swiglu(x_TD, small["shared"])
     return rearrange(routed_TD + shared_TD, "(B T) D -> B T D", B=normed_BTD.shape[0])

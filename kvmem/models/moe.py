@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvmem.formats.qtensor import QTensor
 from kvmem.models import layers
 from kvmem.models.config import ModelConfig
+from pallas_kernels import int4_moe
 
 
 def swiglu(x: Float[Array, "... D"], weights: dict) -> Float[Array, "... D"]:
@@ -52,6 +53,38 @@ def _keep_groups(biased_TE: Float[Array, "T E"], config: ModelConfig) -> Float[A
     keep_Tg = jnp.any(jax.nn.one_hot(kept_Tk, config.n_group, dtype=bool), axis=1)
     keep_TgA = jnp.broadcast_to(keep_Tg[..., None], grouped_TgA.shape)
     return rearrange(jnp.where(keep_TgA, grouped_TgA, -jnp.inf), "T group A -> T (group A)")
+
+
+def kernel_experts(
+    x_TD: Float[Array, "T D"],
+    expert_TK: Int[Array, "T K"],
+    weight_TK: Float[Array, "T K"],
+    gate_up: Array | QTensor,
+    down: Array | QTensor,
+    layer: int | Int[Array, ""],
+) -> Float[Array, "T D"]:
+    """``experts`` as the Mosaic kernel, from the stacks [Y, E, 2, F, D] and [Y, E, D, F] and a layer index.
+
+    Raises:
+      NotImplementedError: experts that are not held as INT4, activations that are not bf16, or as the kernel.
+    """
+    if not isinstance(gate_up, QTensor) or not isinstance(down, QTensor) or gate_up.storage != "int4_group":
+        raise NotImplementedError("the experts' kernel reads INT4 weights; use implementation='xla'")
+    if x_TD.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"the experts' kernel takes bf16 activations, not {x_TD.dtype}")
+    merged = "Y E gate_up F D -> Y E (gate_up F) D"
+    out_TD = int4_moe.int4_moe(
+        x_TD,
+        expert_TK,
+        weight_TK,
+        rearrange(gate_up.data, merged),
+        rearrange(gate_up.scale, merged),
+        down.data,
+        down.scale,
+        layer,
+        group=gate_up.group[1],
+    )
+    return out_TD.astype(jnp.float32)
 
 
 def experts(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import int4_inline, int4_moe, ref, xla
-from pallas_kernels.int4_moe import Config, Tiles
+from pallas_kernels import int4_inline, int4_moe, moe_route, ref, xla
+from pallas_kernels.int4_moe import Config
 from tests.kernels import harness
 
 # Error of a row relative to that row. A rounding to bf16 leaves a relative error of at most 2^-8, of about
@@ -20,7 +20,7 @@ from tests.kernels import harness
 TOLERANCE = 6e-3
 
 
-SMALL = Config(8, Tiles(2, 1, 3), Tiles(2, 1, 3), ctas=2)
+SMALL = Config(8, 2, 3, ctas=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +95,9 @@ XLA_CASES = [
 ]
 INTERPRETED_CASES = [
     Case(3, 4, 256, 128, 2),
-    Case(11, 3, 512, 256, 2, group=64, load="one", config=Config(16, Tiles(4, 1, 3), Tiles(1, 1, 4), ctas=2)),
-    Case(
-        2, 3, 1024, 128, 2, group=128, load="zipf", config=Config(8, Tiles(1, 2, 3), Tiles(2, 1, 3), ctas=3)
-    ),
+    Case(1, 4, 512, 128, 3, config=Config(8, 2, 3, k_splits=2, ctas=3)),  # a path of its own
+    Case(11, 3, 512, 256, 2, group=64, load="one", config=Config(16, 4, 3, ctas=2)),
+    Case(2, 3, 1024, 128, 2, group=128, load="zipf", config=Config(8, 1, 4, k_splits=4, ctas=3)),
 ]
 
 
@@ -177,7 +176,7 @@ def test_permute_k_equals_the_words_of_a_register_fragment():
 )
 def test_route_covers_every_slot_once(case, tokens):
     expert_TK = choose_experts(case, np.random.default_rng(5))
-    routing = int4_moe.route(jnp.asarray(expert_TK), 2, num_experts=case.experts, tokens=tokens)
+    routing = moe_route.route(jnp.asarray(expert_TK), 2, num_experts=case.experts, tokens=tokens)
     token, block, position = map(np.asarray, routing)
     count = block[3, 0]
     assert (block[3] == count).all()
@@ -196,10 +195,10 @@ BAD = {
     "group": ({"group": 16}, NotImplementedError, "group 16"),
     "group of the scales": ({"group": 64}, ValueError, "s_gate_up"),
     "block": ({"config": Config(12)}, ValueError, "blocks of 12"),
-    "rows": ({"config": Config(8, Tiles(3, 1, 3))}, ValueError, "items of 192"),
-    "k": ({"config": Config(8, Tiles(1, 3, 3))}, ValueError, "steps of"),
-    "stages": ({"config": Config(8, Tiles(1, 1, 2))}, ValueError, "stages"),
-    "memory": ({"config": Config(8, Tiles(2, 1, 40))}, ValueError, "shared memory"),
+    "rows": ({"config": Config(8, 3, 3)}, ValueError, "items of 192"),
+    "k": ({"config": Config(8, 1, 3, k_splits=3)}, ValueError, "3 parts"),
+    "stages": ({"config": Config(8, 1, 2)}, ValueError, "stages"),
+    "memory": ({"config": Config(8, 2, 40)}, ValueError, "shared memory"),
 }
 
 

@@ -1,0 +1,95 @@
+"""Sort the slots (token, chosen expert) of a batch by expert and cut them into blocks, without a sort."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+
+class Routing(NamedTuple):
+    """Blocks of slots. Arrays are i32.
+
+    Attributes:
+        token: [T * K] token of each slot, slots sorted by expert.
+        block: [4, blocks] the expert (counted over all layers), first slot and number of slots of each
+            block; the last row repeats how many blocks there are. Columns past that number mean nothing.
+        position: [T, K] sorted position of a token's k-th choice.
+    """
+
+    token: jax.Array
+    block: jax.Array
+    position: jax.Array
+
+
+def num_blocks(slots: int, num_experts: int, tokens: int) -> int:
+    """Most blocks that any routing of ``slots`` slots can make."""
+    return min(slots, num_experts + slots // tokens)
+
+
+def route(expert_TK: Int32[Array, "T K"], layer: Array | int, *, num_experts: int, tokens: int) -> Routing:
+    """Sort slots by expert and cut them into blocks, without a sort: a few reductions over (slots, slots)."""
+    rows, choices = expert_TK.shape
+    slots = rows * choices
+    layer = jnp.asarray(layer, jnp.int32)
+    blocks = num_blocks(slots, num_experts, tokens)
+    build = _route_by_slot if slots <= 1024 else _route_by_expert
+    token, position, (owner, first, size), count = build(expert_TK, blocks, num_experts, tokens)
+    block = jnp.stack([owner + layer * num_experts, first, size, jnp.broadcast_to(count, (blocks,))])
+    return Routing(token, block, position.reshape(rows, choices))
+
+
+def single(expert_TK) -> Routing:
+    """One token: the kernel counts its slots itself, ``block`` is only their experts."""
+    slot = jnp.arange(expert_TK.shape[1], dtype=jnp.int32)
+    return Routing(jnp.zeros_like(slot), expert_TK[0], slot[None])
+
+
+def _route_by_slot(expert_TK, blocks, num_experts, tokens):
+    """Reductions over pairs of slots only: the fewest launches."""
+    expert = expert_TK.reshape(-1)
+    slot = jnp.arange(expert.size, dtype=jnp.int32)
+    same = expert[None, :] == expert[:, None]
+    before = same & (slot[None, :] < slot[:, None])
+    rank = jnp.sum(before, axis=1, dtype=jnp.int32)
+    position = jnp.sum((expert[None, :] < expert[:, None]) | before, axis=1, dtype=jnp.int32)
+    size = jnp.minimum(jnp.sum(same, axis=1, dtype=jnp.int32) - rank, tokens)
+    leads = rank % tokens == 0
+    block = jnp.sum(leads[None, :] & (position[None, :] < position[:, None]), axis=1, dtype=jnp.int32)
+    chosen = leads[None, :] & (block[None, :] == jnp.arange(blocks, dtype=jnp.int32)[:, None])
+    fields = jnp.stack([expert, position, size])
+    fields = jnp.sum(jnp.where(chosen[None], fields[:, None, :], 0), axis=2, dtype=jnp.int32)
+    at = position[None, :] == slot[:, None]
+    token = jnp.sum(jnp.where(at, slot[None, :] // expert_TK.shape[1], 0), axis=1, dtype=jnp.int32)
+    return token, position, fields, jnp.sum(leads, dtype=jnp.int32)
+
+
+def _route_by_expert(expert_TK, blocks, num_experts, tokens, run=64):
+    """Reductions over (tokens, experts), in runs of tokens: for many slots."""
+    rows, choices = expert_TK.shape
+    which = jnp.arange(num_experts, dtype=jnp.int32)
+    chosen_TE = jnp.any(expert_TK[:, :, None] == which[None, None, :], axis=1)
+    padded = jnp.pad(chosen_TE, ((0, -rows % run), (0, 0))).reshape(-1, run, num_experts)
+    place = jnp.arange(run, dtype=jnp.int32)
+    earlier = (place[None, :] < place[:, None])[None, :, :, None]
+    inside = jnp.sum(padded[:, None, :, :] & earlier, axis=2, dtype=jnp.int32)
+    each = jnp.sum(padded, axis=1, dtype=jnp.int32)
+    index = jnp.arange(each.shape[0], dtype=jnp.int32)
+    ahead = jnp.sum(
+        jnp.where((index[None, :] < index[:, None])[..., None], each[None], 0), axis=1, dtype=jnp.int32
+    )
+    rank_TE = (inside + ahead[:, None, :]).reshape(-1, num_experts)
+    rank = jnp.take_along_axis(rank_TE[:rows], expert_TK, axis=1).reshape(-1)
+    count_E = jnp.sum(each, axis=0, dtype=jnp.int32)
+    before = which[None, :] < which[:, None]
+    first_E = jnp.sum(jnp.where(before, count_E[None, :], 0), axis=1, dtype=jnp.int32)
+    blocks_E = (count_E + (tokens - 1)) // tokens
+    block_E = jnp.sum(jnp.where(before, blocks_E[None, :], 0), axis=1, dtype=jnp.int32)
+    position = first_E[expert_TK.reshape(-1)] + rank
+    slot = jnp.arange(position.size, dtype=jnp.int32)
+    token = jnp.zeros_like(slot).at[position].set(slot // choices, unique_indices=True)
+    index = jnp.arange(blocks, dtype=jnp.int32)
+    owner = jnp.sum(block_E[None, :] <= index[:, None], axis=1, dtype=jnp.int32) - 1
+    done = (index - block_E[owner]) * tokens
+    size = jnp.clip(count_E[owner] - done, 0, tokens)
+    return token, position, (owner, first_E[owner] + done, size), block_E[-1] + blocks_E[-1]

@@ -1,0 +1,30 @@
+"""Clean churn: operations happen, checks are made, nobody is accused; a fault in between would be seen."""
+
+import pytest
+
+from experiments import clean_pages
+
+
+@pytest.mark.parametrize("detector", ["tags", pytest.param("tags_digest", marks=pytest.mark.slow)])
+def test_E8_clean_operations_accuse_nobody(detector):
+    run = clean_pages.operations(detector, 1_000, seed=3)
+    assert run.operations == 1_000
+    assert run.page_checks > 5_000
+    assert run.false_positives == 0
+
+
+@pytest.mark.slow
+def test_E8_a_hundred_thousand_clean_operations_accuse_nobody():
+    run = clean_pages.operations("tags", 100_000, seed=4)
+    assert (run.operations, run.false_positives) == (100_000, 0)
+
+
+def test_full_pool_checks_every_page_each_time():
+    run = clean_pages.full_pool(500, 98, rows=6)
+    assert (run.operations, run.page_checks, run.false_positives) == (1_000, 500 * 97, 0)
+
+
+def test_full_pool_with_a_release_that_forgets_the_expectation_is_seen(monkeypatch):
+    """The mutation: pages are given back and handed out again, and the promise is not renewed."""
+    monkeypatch.setattr(clean_pages.tags, "clear", lambda expectation, mask_B: expectation)
+    assert clean_pages.full_pool(500, 98, rows=6).false_positives > 0
