@@ -26,8 +26,8 @@ from kvmem.engine import fingerprint, metrics, rows, step, workload
 from kvmem.engine.errors import FingerprintMismatch, RequestError, TransferFailed
 from kvmem.engine.metrics import Incident
 from kvmem.engine.pools import POOLS, CompileCounter, DevicePools, Fault, Pool
-from kvmem.engine.prefix import Node, PrefixTree
 from kvmem.engine.request import EngineConfig, Event, FinishReason, Real, Request, RequestResult
+from kvmem.engine.reuse import PrefillBooks
 from kvmem.engine.router import Load
 from kvmem.engine.scheduler import Chunk, Phase, Plan, Scheduler
 from kvmem.engine.scheduler import Sequence as Row
@@ -45,14 +45,6 @@ class _Flight:
     report: StepReport
     rows: list[tuple[Row, int, int, bool]]  # sequence, its attempt, its row, whether a token comes out
     free: int | None
-
-
-@dataclasses.dataclass
-class _Tenure:
-    """What a request holds in the prefill pool: pages, of which some belong to the prefix tree."""
-
-    pages: int
-    path: list[Node]
 
 
 class Engine:
@@ -87,13 +79,13 @@ class Engine:
         self.model = model
         self.config = config
         self.pools = DevicePools(model, params, config, mesh, param_specs)
-        self.scheduler = Scheduler(config, model.max_context, self._take)
+        self.books = PrefillBooks(config, salt)
+        self.scheduler = Scheduler(config, model.max_context, lambda sequence: self.books.take(sequence))
         self.incidents: list[Incident] = []
         self.results: list[RequestResult] = []
         self.counters: collections.Counter[str] = collections.Counter()
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self._salt = salt
-        self._tree = PrefixTree(config.page_size, salt)
         self._detokenize = detokenize
         self._clock = clock
         self._start = clock()
@@ -101,11 +93,8 @@ class Engine:
         self._agreed = dict(self.pools.fingerprints)
         self._end_ids = frozenset(model.eos_ids)
         self._flights: list[_Flight] = []
-        self._tenures: dict[Row, _Tenure] = {}
         self._moved: dict[Row, rows.RowBytes] = {}
-        self._prefill_free = config.prefill_pages - 1
         self._distrust = False  # the host's page counts may be wrong: ask the device before the next launch
-        self._drops: list[int] = []
         self._releases: dict[Pool, set[int]] = {"prefill": set(), "decode": set()}
         self._faults: dict[str, list[Fault]] = collections.defaultdict(list)
         self._compiles = CompileCounter()
@@ -208,7 +197,7 @@ class Engine:
 
     def cached(self, request: Request) -> int:
         """Prompt tokens that the prefix cache holds now."""
-        return len(self._tree.match(request.prompt_tokens, request.tenant)) * self.config.page_size
+        return len(self.books.reusable(request)) * self.config.page_size
 
     @property
     def memory_bytes(self) -> int:
@@ -241,7 +230,9 @@ class Engine:
         out |= {f"phase.{p.value}": len(self.scheduler.rows(p)) for p in Phase if p is not Phase.DONE}
         out |= {f"prefill_pages.{k}": v for k, v in self.pools.counts("prefill").items()}
         out |= {f"decode_pages.{k}": v for k, v in self.pools.counts("decode").items()}
-        out |= {"prefix_pages": len(self._tree), "transfers": self.counters["transfers"]}
+        out |= {"prefix_pages": len(self.books.tree), "transfers": self.counters["transfers"]}
+        reuse = ("evicted_pages", "widened_pages", "recomputed_tokens", "refused_tokens")
+        out |= {name: self.books.counters[name] for name in reuse}
         return out
 
     def warm_up(self) -> None:
@@ -251,8 +242,7 @@ class Engine:
         if not self.idle:
             raise RuntimeError("warm_up needs an idle engine")
         self.pools.warm_up()
-        self._tree = PrefixTree(self.config.page_size, self._salt)
-        self._prefill_free = self.config.prefill_pages - 1
+        self.books = PrefillBooks(self.config, self._salt)
         self._compiles_warm = self._compiles.count
         self._start, self._skipped = self._clock(), 0.0
 
@@ -280,12 +270,11 @@ class Engine:
         for sequence in plan.transfer:
             self._transfer(sequence, events)
         self._flush_releases()
-        self.pools.hold("drop", self._drops)
-        self._drops = []
+        self._flush_drops()
         for sequence in plan.admit:
-            tenure, sampling = self._tenures[sequence], sequence.request.sampling
-            reused = [(node.page, node.generation) for node in tenure.path]
-            self.pools.admit(sequence.prefill_row, sampling, reused, tenure.pages)
+            tenure = self.books.tenure(sequence)
+            sampling = sequence.request.sampling
+            self.pools.admit(sequence.prefill_row, sampling, tenure.reused, tenure.pages)
         launched = []
         if plan.prefill:
             launched.append(self._launch_prefill(plan.prefill))
@@ -302,32 +291,13 @@ class Engine:
         report = self.pools.prefill(work, max(c.start + c.count for c in chunks))
         self.counters["prefill_tokens"] += sum(c.count for c in chunks)
         entries = [(c.sequence, c.sequence.attempt, c.sequence.prefill_row, c.last) for c in chunks]
-        return _Flight("prefill", report, entries, None if self._distrust else self._prefill_free)
+        return _Flight("prefill", report, entries, None if self._distrust else self.books.free)
 
     def _launch_decode(self, sequences: list[Row]) -> _Flight:
         report = self.pools.decode([s.decode_row for s in sequences], max(s.length for s in sequences))
         self.counters["decode_rows"] += len(sequences)
         entries = [(s, s.attempt, s.decode_row, True) for s in sequences]
         return _Flight("decode", report, entries, None if self._distrust else self.scheduler.decode_free)
-
-    def _take(self, sequence: Row) -> int | None:
-        """The scheduler's way to prefill pages: see Scheduler."""
-        request = sequence.request
-        path: list[Node] = []
-        if self.config.prefix_cache:
-            path = self._tree.match(request.prompt_tokens, request.tenant)
-        total = -(-sequence.prompt_length // self.config.page_size)
-        self._tree.lock(path)
-        new = total - len(path)
-        if new > self._prefill_free + self._tree.evictable:
-            self._tree.unlock(path)
-            return None
-        dropped = self._tree.evict(new - self._prefill_free) if new > self._prefill_free else []
-        self._drops += dropped
-        self._prefill_free += len(dropped) - new
-        self._tenures[sequence] = _Tenure(total, path)
-        self.counters["evicted_pages"] += len(dropped)
-        return len(path) * self.config.page_size
 
     def _transfer(self, sequence: Row, events: list[Event]) -> None:
         """Moves a prefilled request into its decode row. What fails here fails this request only."""
@@ -351,11 +321,8 @@ class Engine:
         self.seconds["transfer"] += time.perf_counter() - begun
 
     def _release_prefill(self, sequence: Row) -> None:
-        """Books a prefill row's pages back; those that the tree holds stay."""
-        tenure = self._tenures.pop(sequence, None)
-        if tenure is not None:
-            self._tree.unlock(tenure.path)
-            self._prefill_free += tenure.pages - len(tenure.path)
+        """Gives a prefill row back; pages that the tree holds stay."""
+        if self.books.give_back(sequence):
             self._releases["prefill"].add(sequence.prefill_row)
 
     def _vacate(self, sequence: Row) -> None:
@@ -371,6 +338,10 @@ class Engine:
             if waiting:
                 self.pools.release(pool, waiting)
                 waiting.clear()
+
+    def _flush_drops(self) -> None:
+        self.pools.hold("drop", self.books.drops)
+        self.books.drops = []
 
     # Reading
 
@@ -402,19 +373,27 @@ class Engine:
 
     def _finished_prefill(self, sequence: Row, row: int, report: StepReport) -> None:
         """Registers the whole pages of a finished prompt with the prefix tree."""
-        tenure = self._tenures[sequence]
-        whole = sequence.prompt_length // self.config.page_size
-        if not self.config.prefix_cache or whole <= len(tenure.path):
+        if not self.books.wants(sequence):
             return
         assert report.promised is not None
-        promised = report.promised
-        page_BM, generation_BM = jax.device_get((promised.page_BM, promised.generation_BM))
+        whole = sequence.prompt_length // self.config.page_size
+        page_BM, generation_BM = jax.device_get((report.promised.page_BM, report.promised.generation_BM))
         pages = list(zip(page_BM[row, :whole].tolist(), generation_BM[row, :whole].tolist(), strict=True))
+        self.pools.hold("retain", self.books.register(sequence, pages))
+
+    def _answered(self, sequence: Row) -> None:
+        """An answer has ended well: what the prefix cache does with its pages is the reuse policy's."""
         request = sequence.request
-        taken = self._tree.insert(request.prompt_tokens, pages, request.tenant)
-        self._tree.lock(taken)
-        tenure.path += taken
-        self.pools.hold("retain", [node.page for node in taken])
+        # The last token was never fed, so the decode pool holds one less.
+        tokens = (*request.prompt_tokens, *sequence.tokens[:-1])
+        if sequence.phase is Phase.DECODE:
+            first, count = self.books.to_widen(request, tokens)
+            if count:
+                self._flush_drops()
+                pages = self.pools.widen(sequence.decode_row, first, count)
+                self.pools.hold("retain", self.books.widened(request, tokens, first, pages))
+                self.pools.release("prefill", [self.config.prefill_rows])
+        self.books.answered(request, tokens)
 
     def _publish(self, sequence: Row, token: int, logprob: float, now: Real, events: list[Event]) -> None:
         """Publishes a token whose step was read and found good, and ends the request if it is its last."""
@@ -435,6 +414,7 @@ class Engine:
             self.counters["tokens"] += 1
         reason = self._stopped(sequence, token)
         if reason is not None:
+            self._answered(sequence)
             self.scheduler.finish(sequence)
             self._vacate(sequence)
             self._end(sequence, reason, "", events)
@@ -526,9 +506,9 @@ class Engine:
 
         After a failure the device is right and the host may not be. Waits for the device; failures are rare.
         """
-        generation_P = self.pools.generations("prefill")
-        self.pools.hold("drop", self._tree.invalidate(lambda page: int(generation_P[page])))
-        self._prefill_free = self.pools.free("prefill")
+        self.books.forget_lost(self.pools.generations("prefill"))
+        self._flush_drops()
+        self.books.free = self.pools.free("prefill")
         self.scheduler.sync_decode_free(self.pools.free("decode"))
         for flight in self._flights:
             flight.free = None

@@ -67,7 +67,7 @@ class DevicePools:
             self.fingerprints["decode"],
             ignore=fingerprint.PHASE_FIELDS,
         )
-        self._origin = {
+        self.origin = {
             pool: zlib.crc32(f"{pool}:{self.fingerprints[pool]!r}".encode()) or 1 for pool in POOLS
         }
         self._steps: dict[tuple[Pool, int, int], step.StepFunction] = {}
@@ -90,11 +90,11 @@ class DevicePools:
             index=form.index,
             scale=form.scale,
             num_pages=config.prefill_pages if prefill else config.decode_pages,
-            num_rows=config.prefill_rows if prefill else config.max_rows,
+            num_rows=config.prefill_slots if prefill else config.max_rows,
             max_pages=config.max_pages_per_row,
             page_size=config.page_size,
             detector=config.integrity,
-            origin=self._origin[pool],
+            origin=self.origin[pool],
         )
         if self._mesh is None:
             return state
@@ -135,8 +135,8 @@ class DevicePools:
     def prefill(self, chunks: Iterable[tuple[int, Sequence[int]]], longest: int) -> StepReport:
         """Launches a prefill step of (row, its next prompt tokens); ``longest`` row in tokens after it."""
         config = self.config
-        tokens_BT = np.zeros((config.prefill_rows, config.prefill_chunk), np.int32)
-        num_new_B = np.zeros(config.prefill_rows, np.int32)
+        tokens_BT = np.zeros((config.prefill_slots, config.prefill_chunk), np.int32)
+        num_new_B = np.zeros(config.prefill_slots, np.int32)
         for row, tokens in chunks:
             tokens_BT[row, : len(tokens)] = tokens
             num_new_B[row] = len(tokens)
@@ -194,12 +194,33 @@ class DevicePools:
             for fault in faults:
                 order = fault(order)
             first = rows.start(row, token, sampling)
-            origin = np.uint32(self._origin["prefill"])
+            origin = np.uint32(self.origin["prefill"])
             destination = rows.transfer_deliver(source, destination, order, first, intact, origin)
         finally:
             source, destination = rows.transfer_end(source, destination, held)
             self.states = {"prefill": source, "decode": destination}
         return check
+
+    def widen(self, row: int, first: int, count: int) -> list[tuple[int, int]]:
+        """Converts pages of a decode row into prefill pages, held by the spare prefill row.
+
+        Waits for the device: the prefix tree needs the page ids.
+
+        Returns:
+          (page, generation) of each; empty if the row failed its check or the pool had no room.
+        """
+        self.states["prefill"], held = rows.widen(
+            self.states["prefill"],
+            self.states["decode"],
+            np.int32(row),
+            np.int32(self.config.prefill_rows),
+            np.int32(first),
+            np.int32(count),
+            np.uint32(self.origin["decode"]),
+            config=self._check_config,
+        )
+        page_M, generation_M, ok = jax.device_get(held)
+        return list(zip(page_M[:count].tolist(), generation_M[:count].tolist(), strict=True)) if ok else []
 
     def move_out(self, row: int) -> rows.RowBytes:
         """Takes a decode row's bytes out and frees its pages."""
@@ -261,6 +282,8 @@ class DevicePools:
         self.admit(0, greedy, [], 1)
         self.prefill([(0, [1])], 1)
         self.transfer(0, 0, 0, greedy)
+        if config.reuse == "widen":
+            self.widen(0, 0, 1)
         self.move_in(0, 0, greedy, jax.device_get(self.move_out(0)))
         for pool in POOLS:
             self.release(pool, [0])

@@ -266,6 +266,11 @@ class EngineConfig:
                 raise ValueError(f"{name}={bad} must lie in [1, {limit})")
 
     @property
+    def prefill_slots(self) -> int:
+        """Rows of the prefill pool: one more, which never prefills, if decode's pages are widened into it."""
+        return self.prefill_rows + (self.reuse == "widen")
+
+    @property
     def max_tokens_per_row(self) -> int:
         """Longest prompt plus answer that any pool and any page-table row can hold, in tokens."""
         pages = min(self.max_pages_per_row, self.decode_pages - 1)

@@ -288,3 +288,45 @@ def transfer_end(
         dataclasses.replace(source, pages=source_pages),
         dataclasses.replace(destination, pages=destination_pages),
     )
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="config")
+def widen(
+    prefill: PoolState,
+    decode: PoolState,
+    row: ArrayLike,
+    spare: ArrayLike,
+    first: Int[Array, ""],
+    count: Int[Array, ""],
+    origin: UInt32[Array, ""],
+    *,
+    config: StepConfig,
+) -> tuple[PoolState, tuple[Int[Array, "M"], UInt32[Array, "M"], Bool[Array, ""]]]:
+    """Converts whole pages of a decode row, from logical page ``first`` on, into a spare prefill row's.
+
+    Returns:
+      The prefill state; the new pages, their generations, and whether all of it happened: not if the decode
+      row fails its check or the prefill pool has too few pages.
+    """
+    alive_B = _one_row(decode, row) & (decode.cause_B == Cause.OK)
+    ok = integrity.alive(guard(config, decode, alive_B), alive_B)[row]
+    mask_B = _one_row(prefill, spare)
+    page_state, ok_B = pages.allocate(prefill.pages, jnp.where(mask_B & ok, count, 0))
+    ok &= ok_B[spare]
+    count = jnp.where(ok, count, 0)
+    source_M = jnp.roll(decode.pages.table_BM[row], -first)
+    page_M = page_state.table_BM[spare]
+    given_M = jnp.arange(page_M.shape[0]) < count
+    kv = transfer.convert_pages(decode.kv, prefill.kv, source_M, page_M, count)
+    digests = prefill.digests
+    if digests is not None:
+        whole_M = jnp.full(page_M.shape[0], prefill.pages.page_size, jnp.int32)
+        digests = tags.seal(digests, kv, page_M, whole_M, given_M)
+    state = dataclasses.replace(
+        prefill,
+        pages=pages.stamp(page_state, page_M, given_M, origin),
+        kv=kv,
+        expectation=tags.extend(prefill.expectation, page_state, mask_B & ok),
+        digests=digests,
+    )
+    return state, (page_M, page_state.generation_P[page_M], ok)

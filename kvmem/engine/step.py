@@ -199,8 +199,10 @@ def _step(
     start_B = state.pages.length_B
     page_state, room_B = pages.append(state.pages, jnp.where(asked_B, num_new_B, 0))
     expectation = tags.extend(state.expectation, page_state, asked_B & room_B)
+    # Contents are checked as far as they are written: up to the length before this step.
+    cached = dataclasses.replace(page_state, length_B=start_B)
+    check = guard(config, dataclasses.replace(state, pages=cached, expectation=expectation), asked_B)
     state = dataclasses.replace(state, pages=page_state, expectation=expectation)
-    check = guard(config, state, asked_B)
     intact_B = integrity.alive(check, asked_B)
     run_B = intact_B & room_B
 
