@@ -117,16 +117,22 @@ def test_digest_flipped_bit_in_a_live_page_is_seen_and_tags_alone_do_not(make_en
     assert outcome == {"tags": "length", "tags_digest": "integrity"}
 
 
-def test_check_that_did_not_run_fails_every_row_and_publishes_nothing(make_engine, kimi, monkeypatch):
-    engine = make_engine(max_bypass=17)
+def test_check_that_did_not_run_fails_every_row_and_publishes_nothing(make_engine, monkeypatch):
+    engine = make_engine()
     state = jax.tree.map(jnp.copy, engine.state("prefill"))
-    monkeypatch.setattr(step, "guard", lambda config, state, mask_B: None)
-    body = step._prefill
-    config = dataclasses.replace(engine.pools.step_config(2, 9), detector="tags")
     state = dataclasses.replace(state, cause_B=jnp.zeros_like(state.cause_B))
-    tokens_BT = jnp.ones((2, 8), jnp.int32)
-    _, report = body(engine.pools.params["prefill"], state, tokens_BT, jnp.array([3, 5]), config=config)
+    config = engine.pools.step_config(2, 9)
+    monkeypatch.setattr(step, "guard", lambda config, state, mask_B: None)
+    written = []
+
+    def forward(params, state, tokens_BT, num_new_B, length_B, config):
+        written.append(num_new_B.tolist())
+        return jnp.zeros((2, 97)), state.kv
+
+    monkeypatch.setattr(step, "_forward", forward)
+    _, report = step._prefill({}, state, jnp.ones((2, 8), jnp.int32), jnp.array([3, 5]), config=config)
     outcome = step.read(report)
+    assert written == [[0, 0]]
     assert outcome.ran == [False, False]
     assert outcome.cause == [step.Cause.INTEGRITY] * 2
     assert report.check is None
