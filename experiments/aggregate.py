@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from absl import app, flags
 
-from experiments import claims, tables
+from experiments import claims, result_tables, tables
 from experiments.claims import Found, How
 from kvmem import record
 from kvmem.evaluate import stats
@@ -126,13 +126,24 @@ def _false_positives(found: dict[str, Found]) -> dict[str, Found]:
     return {"integrity.false_positive_bound": Found(bound, checks.how, checks.record, note)}
 
 
-def _claims_table(item: Committed) -> str:
+def _source(item: Committed) -> str:
     git = item.record["git"]
-    head = f"From `{item.path}`, commit {git['sha'][:12]}{' with changes' if git['dirty'] else ''}."
-    return f"{head} {tables.tally(item.record['claims'])}.\n\n{tables.settled(item.record['claims'])}"
+    changes = " with uncommitted changes" if git["dirty"] else ""
+    kinds = ", ".join(f"{d['count']} x {d['kind']}" for d in item.record["devices"])
+    return f"From `{item.path}`: commit {git['sha'][:12]}{changes}, {kinds}, {item.how}."
 
 
-TABLES: dict[str, tuple[str, Callable[[Committed], str]]] = {"claims": ("reproduce", _claims_table)}
+def _claims_table(item: Committed) -> str:
+    rows = item.record["claims"]
+    return f"{tables.tally(rows)}.\n\n{tables.settled(rows)}"
+
+
+# What may stand between markers: the launcher whose newest record it is made of, and how.
+TABLES: dict[str, tuple[str, Callable[[Committed], str]]] = {
+    "claims": ("reproduce", _claims_table),
+    "kernels": ("kernel_bench", lambda item: result_tables.kernels(item.record["metrics"])),
+    "faults": ("detection_matrix", lambda item: result_tables.faults(item.record["metrics"])),
+}
 
 
 def fill(text: str, root: pathlib.Path = RESULTS) -> str:
@@ -145,7 +156,8 @@ def fill(text: str, root: pathlib.Path = RESULTS) -> str:
         if match[1] not in TABLES:
             raise ValueError(f"table {match[1]!r}: one of {sorted(TABLES)}")
         kind, render = TABLES[match[1]]
-        return f"<!-- table:{match[1]} -->\n{render(newest(kind, root))}\n<!-- end -->"
+        item = newest(kind, root)
+        return f"<!-- table:{match[1]} -->\n{_source(item)}\n\n{render(item)}\n<!-- end -->"
 
     return re.sub(r"<!-- table:(\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
 

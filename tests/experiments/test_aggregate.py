@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from experiments import aggregate, claims, tables
+from experiments import aggregate, claims, result_tables, tables
 from kvmem import record
 
 GPU = [{"platform": "gpu", "kind": "NVIDIA H200", "count": 1}]
@@ -135,3 +135,31 @@ def test_aggregate_check_of_a_stale_readme_fails_and_changes_nothing(tmp_path):
     assert done.returncode == 1
     assert "table 'clams'" in done.stderr
     assert readme.read_text() == "<!-- table:clams -->\n<!-- end -->\n"
+
+
+def test_kernels_table_has_a_row_a_shape_and_dashes_for_what_was_not_measured():
+    metrics = {
+        "mla_decode.bf16.h8.b64.l8192.us": 140.04,
+        "mla_decode.fp8_flat.h8.b64.l8192.us": 94.96,
+        "mla_decode.fp8_flat.h8.b8.l8192.us": 22.0,
+        "mla_decode.fp8_flat.h8.b8.l8192.err": 9e-4,
+        "int4_moe.glm.g32.m64.us": 190.5,
+        "layer.kimi.fp8.b1.us": 66.6,
+        "layer.kimi.fp8.b1.launches": 9,
+    }
+    lines = result_tables.kernels(metrics).splitlines()
+    assert "| 8 | 8 | 8192 | – | 22.0 | – |" in lines
+    assert "| 8 | 64 | 8192 | 140.0 | 95.0 | – |" in lines
+    assert "| 32 | 64 | – | 190.5 |" in lines
+    assert "| kimi | 1 | – | – | 66.6 | 9.0 |" in lines
+
+
+def test_faults_table_sums_trials_over_models_and_pages():
+    metrics = {"clean.tags.operations": 1e5, "clean.tags.page_checks": 3e9, "clean.tags.false_positives": 0}
+    for model, page in (("kimi", 4), ("glm", 16)):
+        for detector, seen in (("off", 0), ("tags", 5), ("tags_digest", 5)):
+            at = f"A1_freed.{model}.p{page}.{detector}"
+            metrics |= {f"{at}.detected": seen, f"{at}.missed": 5 - seen, f"{at}.wrong": 0 if seen else 4}
+    text = result_tables.faults(metrics)
+    assert "| A1_freed | 0/10, 8 wrong | 10/10 | 10/10 |" in text
+    assert "tags: 0 false positives in 100,000 clean operations and 3,000,000,000 page checks." in text

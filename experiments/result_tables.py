@@ -1,0 +1,81 @@
+"""The README's tables of measured records: kernels, one layer, faults by detector."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from experiments import tables
+
+Metrics = Mapping[str, float]
+
+
+def _named(metrics: Metrics, pattern: str) -> dict[tuple[str, ...], float]:
+    """Returns the metrics whose whole name matches, by their groups."""
+    found = {name: re.fullmatch(pattern, name) for name in metrics}
+    return {match.groups(): metrics[name] for name, match in found.items() if match}
+
+
+def _sorted(keys: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    return sorted(keys, key=lambda key: tuple(int(part) if part.isdigit() else part for part in key))
+
+
+def _pivot(
+    header: Sequence[str], values: Mapping[tuple[str, ...], float], columns: Sequence[str], digits: int = 1
+) -> str:
+    """Rows by all groups but the first, which is the column; what was not measured is a dash."""
+    rows = []
+    for key in _sorted({key[1:] for key in values}):
+        cells = [values.get((column, *key)) for column in columns]
+        rows.append([*key, *("–" if v is None else f"{v:,.{digits}f}" for v in cells)])
+    return tables.markdown([*header, *columns], rows)
+
+
+def kernels(metrics: Metrics) -> str:
+    """Microseconds of each kernel at each shape, and of one decode layer on one rank with its launches."""
+    parts = []
+    mla = _named(metrics, r"mla_decode\.(bf16|fp8_flat|fp8_656)\.h(\d+)\.b(\d+)\.l(\d+)\.us")
+    if mla:
+        table = _pivot(("heads", "batch", "context"), mla, ("bf16", "fp8_flat", "fp8_656"))
+        parts.append(f"MLA decode over 64-token pages, us:\n\n{table}")
+    moe = _named(metrics, r"int4_moe\.(kimi|glm)\.g(\d+)\.m(\d+)\.us")
+    if moe:
+        parts.append(f"Routed experts in INT4, us:\n\n{_pivot(('group', 'tokens'), moe, ('kimi', 'glm'))}")
+    layer = _named(metrics, r"layer\.(kimi|glm)\.(bf16|fp8)\.b(\d+)\.(us|launches)")
+    if layer:
+        by: dict[tuple[str, ...], float]
+        by = {(f"{cache} {what}", model, rows): v for (model, cache, rows, what), v in layer.items()}
+        columns = ("bf16 us", "bf16 launches", "fp8 us", "fp8 launches")
+        parts.append(f"One decode layer on one rank:\n\n{_pivot(('model', 'batch'), by, columns)}")
+    return "\n\n".join(parts)
+
+
+def faults(metrics: Metrics) -> str:
+    """Trials in which a planted fault was detected, over all models and page sizes, and the clean runs."""
+    name = r"(\w+)\.(\w+)\.p(\d+)\.(off|tags|tags_digest)\.(detected|missed|collateral|wrong)"
+    counts: dict[tuple[str, str, str], int] = {}
+    for (fault, _, _, detector, what), value in _named(metrics, name).items():
+        counts[fault, detector, what] = counts.get((fault, detector, what), 0) + int(value)
+    detectors = ("off", "tags", "tags_digest")
+    rows = []
+    for fault in sorted({key[0] for key in counts}):
+        cells = []
+        for detector in detectors:
+            seen, missed, hurt, wrong = (
+                counts.get((fault, detector, what), 0)
+                for what in ("detected", "missed", "collateral", "wrong")
+            )
+            cell = f"{seen}/{seen + missed}" if seen + missed else "–"
+            cell += f", {wrong} wrong" if wrong else ""
+            cells.append(cell + (f", {hurt} others hurt" if hurt else ""))
+        rows.append([fault, *cells])
+    parts = [tables.markdown(["fault", *detectors], rows)]
+    clean = _named(metrics, r"clean\.(\w+)\.(operations|page_checks|false_positives)")
+    lines = [
+        f"{detector}: {clean[detector, 'false_positives']:,.0f} false positives in "
+        f"{clean[detector, 'operations']:,.0f} clean operations and "
+        f"{clean[detector, 'page_checks']:,.0f} page checks."
+        for detector in detectors
+        if (detector, "page_checks") in clean
+    ]
+    return "\n\n".join([*parts, " ".join(lines)]) if lines else parts[0]
