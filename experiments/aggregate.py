@@ -21,7 +21,7 @@ from absl import app, flags
 
 from experiments import claims, result_tables, tables
 from experiments.claims import Found, How
-from kvmem import record
+from kvmem import models, record
 from kvmem.evaluate import stats
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -30,7 +30,7 @@ RESULTS = ROOT / "experiments" / "results"
 # A rank slice has no collectives: each costs this much instead, an XLA and NCCL all-reduce of 14 to 448 KiB
 # between H200s over NVLink inside one program. A step has two per layer, embedding, logits and status.
 ALL_REDUCE_US = 22.0
-LAYERS = {"kimi": ("kimi_k2.6", 61), "glm": ("glm_5.2", 78)}
+MODELS = {"kimi": "kimi_k2.6", "glm": "glm_5.2"}
 
 
 class Committed(NamedTuple):
@@ -40,8 +40,9 @@ class Committed(NamedTuple):
 
     @property
     def how(self) -> How:
-        on_gpu = any(device["platform"] in ("gpu", "cuda") for device in self.record["devices"])
-        return "rank slice on one H200" if on_gpu else "CPU mesh"
+        gpus = sum(d["count"] for d in self.record["devices"] if d["platform"] in ("gpu", "cuda"))
+        by_count: dict[int, How] = {0: "CPU mesh", 1: "rank slice on one H200", 8: "8 GPUs"}
+        return by_count.get(gpus, "some GPUs")
 
 
 def committed(root: pathlib.Path = RESULTS) -> list[Committed]:
@@ -94,7 +95,8 @@ def measured(root: pathlib.Path = RESULTS) -> dict[str, Found]:
 def _layers(found: dict[str, Found]) -> dict[str, Found]:
     """Returns decode rates and format ratios from the layer benchmark of ``kernel_bench``."""
     derived: dict[str, Found] = {}
-    for short, (model, layers) in LAYERS.items():
+    for short, model in MODELS.items():
+        layers = models.get_config(model).num_layers
         for name, layer in found.items():
             match = re.fullmatch(rf"layer\.{short}\.(bf16|fp8)\.b(\d+)\.us", name)
             if not match or layer.how != "rank slice on one H200":
