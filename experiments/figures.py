@@ -45,6 +45,7 @@ def scores() -> bytes:
         mdd = metrics[f"forensics.{row.suite}.mdd_points"]
         axes.barh(at, 2 * mdd, left=-mdd, color=GREY, height=0.7)
         axes.plot(row.percent[1] - row.percent[0], at, "o", color=BLUE)
+    axes.set_xlim(-2, 2)
     axes.set_yticks(range(len(rows)), [f"{row.model} {row.suite}" for row in rows[::-1]])
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_xlabel(

@@ -36,7 +36,7 @@ how the check's cost is computed: paired runs, detector off and on in alternatin
 
 ![cost of the check](overhead.png)
 """
-FAULT = """## One stale page mapping ({label})
+FAULT = """## One stale page mapping (tiny models on CPU)
 
 In mid-decode one entry of a request's page table is pointed at a page of another request, as a lost free or a
 late remap would leave it. Off: what that request would have answered, read out of somebody else's cache.
@@ -58,12 +58,15 @@ def render(
       facts: ``command``, ``sha``, ``dirty``, ``weights`` and ``repeats`` of the run.
     """
     dirty = " with uncommitted changes" if facts["dirty"] else ""
-    parts = [HEAD.format(**{**facts, "dirty": dirty}, tally=tables.tally(rows))]
+    weights = facts["weights"]
+    if not isinstance(weights, str):
+        weights = ", ".join(f"{name} {value}" for name, value in weights.items())
+    parts = [HEAD.format(**{**facts, "dirty": dirty, "weights": weights}, tally=tables.tally(rows))]
     for section, group in itertools.groupby(zip(claims, rows), key=lambda pair: pair[0].section):
         parts.append(f"## {section}\n\n{tables.settled([row for _, row in group])}\n")
     parts += [FORENSICS, forensic_table(), "\n![memory of one GPU](capacity.png)\n"]
     if served:
-        parts += [FAULT.format(label=TINY)]
+        parts += [FAULT]
         parts += [f"### {model}\n\n{fault_table(found['fault'])}\n" for model, found in served.items()]
         parts += [SHAPES.format(label=TINY, repeats=facts["repeats"])]
     return "\n".join(parts)

@@ -165,6 +165,12 @@ def test_get_config_with_an_unknown_argument_is_refused():
         reproduce_config.get_config("slow")
 
 
+def test_readme_tables_are_what_the_committed_records_give():
+    readme = (aggregate.ROOT / "README.md").read_text()
+    assert "<!-- table:claims -->" in readme
+    assert aggregate.fill(readme) == readme
+
+
 def test_overhead_pct_pairs_runs_in_order():
     from experiments import demo
 
