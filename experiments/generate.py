@@ -23,11 +23,13 @@ from kvmem.checkpoint import hf
 from kvmem.checkpoint.directory import CheckpointDirectory
 from kvmem.engine.engine import Engine
 from kvmem.engine.request import EngineConfig, Request, SamplingParams, default_formats
+from kvmem.models import params, sharded
 from kvmem.models.config import ModelConfig
 from kvmem.models.hf_config import from_hf
 from kvmem.models.params import Weights
 from kvmem.models.text import chat, tools
 from kvmem.models.text import tokenizer as tokenizers
+from kvmem.sharding.mesh import make_mesh
 
 PAGE = 64
 
@@ -61,6 +63,7 @@ def generate(
     declared: Sequence[tools.Tool] = (),
     thinking: bool = True,
     raw: bool = False,
+    tp: int = 1,
 ) -> tuple[str, ModelConfig]:
     """Loads the checkpoint, serves one request, and returns the text of its answer.
 
@@ -71,21 +74,28 @@ def generate(
     config = from_hf(CheckpointDirectory(directory).config)
     tokenizer = tokenizers.load(directory, config)
     ids = prompt_ids(tokenizer, config, prompt, system=system, declared=declared, thinking=thinking, raw=raw)
+    mesh = make_mesh(tp) if tp > 1 else None
     formats = default_formats(config.family)
+    split = {
+        phase: sharded.partition_specs(params.param_specs(config, cast(Weights, form.weights)), tp)
+        for phase, form in formats.items()
+    }
     loaded: dict[str, Any] = {}
+    said: dict[str, None] = {}
     for phase, form in formats.items():
         if form.weights not in loaded:  # Kimi's phases share one set of weights
             _, loaded[form.weights], report = hf.load(
                 directory,
                 cast(Weights, form.weights),
+                mesh=mesh,
                 accept_cache_scale=True,
                 progress=lambda items: launch.progress(items, "loading"),
             )
-            print("\n".join(report.lines()), file=sys.stderr)
-        if (
-            form.cache == "fp8_576" and report.cache_scale is not None
-        ):  # the only cache that needs a given scale
+            said |= dict.fromkeys(report.lines())
+        # The flat FP8 cache is the only one that is given a scale.
+        if form.cache == "fp8_576" and report.cache_scale is not None:
             formats[phase] = dataclasses.replace(form, scale=report.cache_scale)
+    print("\n".join(said), file=sys.stderr)
     pages = -(-(len(ids) + max_new_tokens) // PAGE)
     engine = Engine(
         config,
@@ -100,6 +110,8 @@ def generate(
             prefill=formats["prefill"],
             decode=formats["decode"],
         ),
+        mesh,
+        param_specs=None if mesh is None else split,
         detokenize=tokenizer.decode,
     )
     request = Request("prompt", ids, max_new_tokens, sampling)
@@ -120,6 +132,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_float("temperature", 0.0, "0 is greedy.", **define)
     flags.DEFINE_float("top_p", 1.0, "Nucleus sampling.", **define)
     flags.DEFINE_integer("seed", 0, "Of the sampler.", **define)
+    flags.DEFINE_integer("tp", 1, "Ranks of tensor parallelism.", lower_bound=1, **define)
     flags.DEFINE_bool("thinking", True, "Let the model reason first.", **define)
     flags.DEFINE_bool("raw", False, "Continue the prompt as plain text, without a chat format.", **define)
 
@@ -139,6 +152,7 @@ def run(flag: flags.FlagValues, rest: Sequence[str]) -> int:
             declared=declared,
             thinking=flag.thinking,
             raw=flag.raw,
+            tp=flag.tp,
         )
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)

@@ -9,14 +9,12 @@ from typing import Any, get_args
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from kvmem import record
-from kvmem.models import hf_config, params
+from kvmem.models import hf_config, params, sharded
 from kvmem.models.config import ModelConfig
 from kvmem.models.params import Params, Weights
-from kvmem.sharding import rules
-from kvmem.sharding.specs import ParamSpec
 
 # What config.json cannot say; it is kept beside it.
 _EXTRA = ("name", "lora_norm_eps", "fp8_block", "int4_group")
@@ -53,13 +51,9 @@ def restore(
     extra["fp8_block"] = tuple(extra["fp8_block"])
     config = dataclasses.replace(hf_config.from_hf(json.loads((path / "config.json").read_text())), **extra)
 
-    def declare(spec: ParamSpec, value: Any) -> Any:
-        layout: jax.sharding.Sharding = SingleDeviceSharding(jax.devices()[0])
-        if mesh is not None:
-            layout = NamedSharding(mesh, rules.partition(spec, mesh.size, spec.source.names[0]))
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), value)
-
-    shapes = jax.eval_shape(lambda: params.init_params(config, weights, 0))
-    declared = params.map_specs(declare, params.param_specs(config, weights), shapes)
+    declared = sharded.abstract_params(params.param_specs(config, weights), mesh)
+    if mesh is None:
+        here = SingleDeviceSharding(jax.devices()[0])
+        declared = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), declared)
     with ocp.StandardCheckpointer() as checkpointer:
         return config, weights, checkpointer.restore(path / "params", declared)

@@ -209,6 +209,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     for case in arguments.cases:
         seed = write_case(case, arguments.out / case, arguments.seed)
         print(f"{case}: seed {seed}")
