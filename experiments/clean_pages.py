@@ -7,6 +7,8 @@ it again between checks, and checks every page each time.
 
 import dataclasses
 import functools
+import statistics
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -89,6 +91,38 @@ def full_pool(
     if broken := pages.violations(carry[0]):
         raise RuntimeError(f"a clean run broke invariants: {broken}")
     return CleanRun(2 * done, total, stopped)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckCost:
+    """What one check adds to a step: instructions of the compiled program, microseconds on this CPU."""
+
+    device_operations: int
+    microseconds: float
+
+
+def check_cost(detector: str, num_pages: int, *, rows: int = 64, repeats: int = 200) -> CheckCost:
+    """Compiles the check of a pool of ``num_pages`` pages by itself, counts and times it (median).
+
+    ``tags_digest`` is priced by ``check_content``'s own reads of the pages and is not meant here.
+    """
+    columns = -(-(num_pages - 1) // rows)
+    state = pages.init(num_pages, rows, columns, 64)
+    expectation = tags.extend(tags.empty(rows, columns), state, jnp.ones(rows, bool))
+
+    def run(state: PageState, expectation: pages.Expectation, mask_B: Bool[Array, "B"]) -> Bool[Array, "B"]:
+        return integrity.alive(integrity.guard(detector, state, expectation, mask_B), mask_B)
+
+    mask_B = jnp.ones(rows, bool)
+    compiled = jax.jit(run).lower(state, expectation, mask_B).compile()
+    entry = str(compiled.as_text()).split("ENTRY ")[1].splitlines()[1:]
+    operations = [line for line in entry if " = " in line and " parameter(" not in line]
+    seconds = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        jax.block_until_ready(compiled(state, expectation, mask_B))
+        seconds.append(time.perf_counter() - begun)
+    return CheckCost(len(operations), 1e6 * statistics.median(seconds))
 
 
 def _start(detector: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -189,6 +189,15 @@ def _clean(config: ConfigDict, recorder: Recorder) -> str:
         lines.append(
             f"| {detector} | {run.operations:,} | {run.page_checks:,} | {run.false_positives} | {bound} |"
         )
+    for detector in ("off", "tags"):
+        cost = clean_pages.check_cost(detector, config.full_pool_pages)
+        recorder.metric(f"cost.{detector}.device_operations", cost.device_operations)
+        recorder.metric(f"cost.{detector}.check_us", cost.microseconds)
+        lines += [
+            "",
+            f"Detector {detector}: {cost.device_operations} device operations, {cost.microseconds:.0f} us on "
+            f"this CPU for one check of {config.full_pool_pages - 1:,} pages.",
+        ]
     lines += [
         "",
         "A stale tag differs in an exact 32-bit counter and cannot collide before the page is retired; a "

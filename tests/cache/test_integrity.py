@@ -114,6 +114,20 @@ def test_A14_gather_that_is_clamped_reads_a_valid_tag_which_is_why_range_comes_f
     assert _found(integrity.check(state, expectation, EVERY), 0) == ("RANGE", 0)
 
 
+@pytest.mark.parametrize("remapped", [True, False], ids=["remapped", "mutation_without_remap"])
+def test_A4_deduplicated_copies_are_freed_only_after_the_row_reads_the_other_ones(remapped):
+    state, expectation = _served(10, 10, 7)
+    copies_A, kept_M, second = state.table_BM[1, :2], state.table_BM[0], _mask(0, 1, 0)
+    if remapped:
+        state, _ = pages.release(state, second, expectation)
+        state, ok = pages.share(state, jnp.int32(1), kept_M, jnp.int32(2), jnp.int32(10))
+        assert bool(ok)
+        expectation = tags.extend(tags.clear(expectation, second), state, second)
+    else:
+        state, _ = pages.drop(state, copies_A, _mask(1, 1))
+    assert integrity.check(state, expectation, EVERY).ok_B.tolist() == [True, remapped, True]
+
+
 def test_check_reports_what_was_expected_and_what_was_found():
     state, expectation = _served(12, 5, 7)
     state = pages.append(_free_behind_the_back(state, 0, 1), _i32(0, 6, 0))[0]

@@ -112,7 +112,7 @@ def test_share_counts_the_page_and_the_last_release_frees_it():
 @pytest.mark.parametrize(
     ("row", "page_M", "count", "tokens"),
     [
-        pytest.param(1, (1, 2, 0, 0), 2, 9, id="unfinished_page"),
+        pytest.param(1, (1, 2, 0, 0), 2, 9, id="A6_A15_unfinished_page"),
         pytest.param(1, (1, 1, 0, 0), 2, 10, id="same_page_twice"),
         pytest.param(1, (1, 5, 0, 0), 2, 10, id="free_page"),
         pytest.param(1, (1, 0, 0, 0), 2, 10, id="padding_page"),

@@ -28,3 +28,10 @@ def test_full_pool_with_a_release_that_forgets_the_expectation_is_seen(monkeypat
     """The mutation: pages are given back and handed out again, and the promise is not renewed."""
     monkeypatch.setattr(clean_pages.tags, "clear", lambda expectation, mask_B: expectation)
     assert clean_pages.full_pool(500, 98, rows=6).false_positives > 0
+
+
+def test_check_cost_of_off_is_no_more_than_handing_the_mask_on():
+    """``alive`` of the mask with itself is the one operation; tags add more."""
+    off, tags = (clean_pages.check_cost(d, 98, rows=6, repeats=5) for d in ("off", "tags"))
+    assert off.device_operations <= 1
+    assert tags.device_operations > off.device_operations
