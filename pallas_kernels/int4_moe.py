@@ -483,18 +483,29 @@ def _tuned() -> list[dict]:
     return json.loads(path.read_text())["int4_moe"]
 
 
-def choose_config(slots: int, num_experts: int) -> Config:
-    """Tiles for a batch of T * K slots: the first row of tuned/h200.json whose bound on slots holds."""
+def choose_config(slots: int, d: int, f: int) -> Config:
+    """Tiles for a batch of T * K slots: the first row of tuned/h200.json whose bound on slots holds.
+
+    ``k_splits`` of 0 there means: as many parts of K as fill the blocks of threads with one item each.
+    """
     for row in _tuned():
         if row["max_slots"] is None or slots <= row["max_slots"]:
-            return Config(**{key: value for key, value in row.items() if key != "max_slots"})
+            config = Config(**{key: value for key, value in row.items() if key != "max_slots"})
+            if config.k_splits:
+                return config
+            plan = _Plan(dataclasses.replace(config, k_splits=1), d, f, 32, slots, slots, slots)
+            fits = config.ctas // max(1, slots * plan.up_tiles)
+            splits = max(
+                s for s in range(1, plan.up_steps + 1) if plan.up_steps % s == 0 and s <= max(1, fits)
+            )
+            return dataclasses.replace(config, k_splits=splits)
     raise ValueError(f"tuned/h200.json has no row for {slots} slots")
 
 
-def cost(expert_rows: int, slots: int, *, d: int, f: int, group: int) -> tuple[int, int]:
+def cost(expert_rows: float, slots: int, *, d: int, f: int, group: int) -> tuple[float, int]:
     """(bytes, FLOPs) that ``slots`` slots over ``expert_rows`` distinct experts must move and do."""
     weights = expert_rows * 3 * f * d
-    moved = weights // 2 + 2 * weights // group + 2 * slots * (2 * d + 2 * f)
+    moved = weights / 2 + 2 * weights / group + 2 * slots * (2 * d + 2 * f)
     return moved, 2 * slots * 3 * f * d
 
 
@@ -536,7 +547,7 @@ def int4_moe(
     """
     layers, experts, two_f, d = w_gate_up.shape
     f, (rows, choices) = two_f // 2, expert_TK.shape
-    config = config or choose_config(rows * choices, experts)
+    config = config or choose_config(rows * choices, d, f)
     _check(x_TD, expert_TK, weight_TK, w_gate_up, s_gate_up, w_down, s_down, group, config)
     blocks = moe_route.num_blocks(rows * choices, experts, config.tokens)
     single = rows == 1
