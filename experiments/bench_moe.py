@@ -94,9 +94,9 @@ def run(
     group: int,
     batches: Sequence[int],
     recorder: record.Recorder,
+    seed: int = 0,
     *,
     deadline: float = math.inf,
-    seed: int = 0,
 ) -> list[str]:
     """Measure one model at one group size and record ``int4_moe.<name>.g<group>.m<tokens>.*``; table rows.
 
