@@ -29,7 +29,7 @@ def int4_moe(
     return out_TD
 
 
-def mla_pool(values, scales=None, rope=None, scale=1.0) -> np.ndarray:
+def mla_pool(values, scales=None, rope=None, *, scale=1.0) -> np.ndarray:
     """A raw-bit pool as f64 latents [Y, P, Z, 576]; see ``mla_decode.Pool`` for the layouts."""
     values = np.asarray(values)
     if values.dtype == np.uint16:
@@ -51,15 +51,61 @@ def mla_decode(q_BTHC, pool_YPZC, layer, table_BM, length_B, *, softmax_scale, n
     for b in range(rows):
         length = int(length_B[b])
         new = tokens if num_new_B is None else int(num_new_B[b])
-        cached = [pool_YPZC[layer, table_BM[b, i // page], i % page] for i in range(length)]
+        position = np.arange(length)
+        cached = pool_YPZC[layer, np.asarray(table_BM)[b, position // page], position % page]
         for t in range(tokens):
             seen = min(length, length - new + t + 1)
             if seen <= 0:
                 continue
-            k = np.stack(cached[:seen])
-            for h in range(heads):
-                score = k @ q_BTHC[b, t, h] * softmax_scale
-                weight = np.exp(score - score.max())
-                out[b, t, h] = weight @ k[:, :512] / weight.sum()
-                lse[b, t, h] = score.max() + np.log(weight.sum())
+            score = q_BTHC[b, t] @ cached[:seen].T * softmax_scale
+            peak = score.max(axis=1, keepdims=True)
+            weight = np.exp(score - peak)
+            out[b, t] = weight @ cached[:seen, :512] / weight.sum(axis=1, keepdims=True)
+            lse[b, t] = peak[:, 0] + np.log(weight.sum(axis=1))
     return out, lse
+
+
+def mla_case(layout: str, tokens: int, heads: int, lengths, *, flat_scale: float, seed: int = 0) -> dict:
+    """Hostile input of ``mla_decode`` as numpy arrays: q, pool, layer, table, length, num_new.
+
+    Pages are in random order, the last two rows share their first page, and whatever no row wrote, page 0
+    included, holds NaN. Scales of fp8_656 spread over several powers of two.
+    """
+    rng = np.random.default_rng(seed)
+    layers, page = 3, 64
+    need = [-(-n // page) for n in lengths]
+    pages = sum(need) + 5
+    table = np.zeros((len(lengths), max(need) + 2), np.int32)
+    free = rng.permutation(np.arange(1, pages))
+    unwritten = np.ones((pages, page), bool)
+    for b, n in enumerate(need):
+        table[b, :n], free = free[:n], free[n:]
+    table[-1, 0] = table[-2, 0]
+    for b, n in enumerate(lengths):
+        for position in range(n):
+            unwritten[table[b, position // page], position % page] = False
+    latent = rng.standard_normal((layers, pages, page, 576)).astype(np.float32)
+
+    def bits(x, dtype, stored, nan):
+        raw = x.astype(dtype).view(stored).copy()
+        raw[:, unwritten] = nan
+        return raw
+
+    bf16 = (ml_dtypes.bfloat16, np.uint16, 0x7FFF)
+    e4m3 = (ml_dtypes.float8_e4m3fn, np.uint8, 0x7F)
+    pool: tuple
+    if layout == "bf16":
+        pool = (bits(latent, *bf16), None, None)
+    elif layout == "fp8_flat":
+        pool = (bits(latent / flat_scale, *e4m3), None, None)
+    else:
+        groups = latent[..., :512].reshape(layers, pages, page, 4, 128)
+        groups = groups * np.exp2(rng.integers(-3, 3, (layers, pages, page, 4, 1))).astype(np.float32)
+        scales = (np.abs(groups).max(-1) / 448).astype(np.float32)
+        values = bits((groups / scales[..., None]).reshape(layers, pages, page, 512), *e4m3)
+        scales[:, unwritten] = np.nan
+        pool = (values, scales, bits(latent[..., 512:], *bf16))
+    q = rng.standard_normal((len(lengths), tokens, heads, 576)).astype(ml_dtypes.bfloat16)
+    new = np.minimum(np.asarray(lengths), rng.integers(1, tokens + 1, len(lengths))).astype(np.int32)
+    length = np.asarray(lengths, np.int32)
+    return {"q": q, "pool": pool, "layer": 1, "table": table, "length": length, "num_new": new}

@@ -8,7 +8,6 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -23,11 +22,10 @@ FLAT_SCALE = 0.05
 # Around every boundary of a page, and a row of several pages; a row of nothing.
 LENGTHS = (0, 1, 63, 64, 65, 97, 127, 200)
 
-# Relative error of a row's output. bf16 weights of the output are rounded by 2**-9 each; the row of one
-# token has weight 1 exactly, a row of n tokens averages n independent errors, and 2**-9 bounds them all. The
-# f16 path rounds weights by 2**-12; latents and queries are exact in f16. XLA in f32: 576 additions, 2**-24
-# each.
-TOLERANCE = {"bf16": 2.0**-9, "fp8_flat": 2.0**-12, "fp8_656": 2.0**-12, "xla": 2.0**-15}
+# Relative error of a row's output. bf16 weights of the output are rounded by 2**-9 each; the latents that
+# they weigh correlate by 512**-0.5. The f16 path rounds weights by 2**-12, its latents and queries are exact.
+# XLA in f32: 576 additions, 2**-24 each.
+TOLERANCE = {"bf16": 2.0**-9 * (1 + 512**-0.5), "fp8_flat": 2.0**-12, "fp8_656": 2.0**-12, "xla": 2.0**-15}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,50 +55,11 @@ class Case:
 
 
 @functools.cache
-def make_case(layout, tokens, heads, lengths=LENGTHS, seed=0) -> Case:
-    """Pages in random order, the last two rows share their first page; NaN where nobody wrote."""
-    rng = np.random.default_rng(seed)
-    layers, layer = 3, 1
-    need = [-(-n // PAGE) for n in lengths]
-    pages = sum(need) + 5
-    table_BM = np.zeros((len(lengths), max(need) + 2), np.int32)
-    free = rng.permutation(np.arange(1, pages))
-    unwritten_PZ = np.ones((pages, PAGE), bool)
-    for b, n in enumerate(need):
-        table_BM[b, :n], free = free[:n], free[n:]
-    table_BM[-1, 0] = table_BM[-2, 0]
-    for b, n in enumerate(lengths):
-        for position in range(n):
-            unwritten_PZ[table_BM[b, position // PAGE], position % PAGE] = False
-    latent_YPZC = rng.standard_normal((layers, pages, PAGE, 576)).astype(np.float32)
-
-    def bits(x, dtype, stored, nan):
-        raw = x.astype(dtype).view(stored).copy()
-        raw[:, unwritten_PZ] = nan
-        return jnp.asarray(raw)
-
-    if layout == "bf16":
-        pool = Pool(bits(latent_YPZC, ml_dtypes.bfloat16, np.uint16, 0x7FFF))
-    elif layout == "fp8_flat":
-        pool = Pool(bits(latent_YPZC / FLAT_SCALE, ml_dtypes.float8_e4m3fn, np.uint8, 0x7F))
-    else:
-        # Scales of a token spread over several powers of two, and one token of tiny values.
-        groups = latent_YPZC[..., :512].reshape(layers, pages, PAGE, 4, 128)
-        groups = groups * np.exp2(rng.integers(-3, 3, (layers, pages, PAGE, 4, 1))).astype(np.float32)
-        scales = (np.abs(groups).max(-1) / 448).astype(np.float32)
-        values = bits(
-            (groups / scales[..., None]).reshape(*groups.shape[:3], 512),
-            ml_dtypes.float8_e4m3fn,
-            np.uint8,
-            0x7F,
-        )
-        scales[:, unwritten_PZ] = np.nan
-        pool = Pool(
-            values, jnp.asarray(scales), bits(latent_YPZC[..., 512:], ml_dtypes.bfloat16, np.uint16, 0x7FFF)
-        )
-    q = rng.standard_normal((len(lengths), tokens, heads, 576))
-    num_new = np.minimum(np.asarray(lengths), rng.integers(1, tokens + 1, len(lengths))).astype(np.int32)
-    return Case(jnp.asarray(q, jnp.bfloat16), pool, layer, table_BM, np.asarray(lengths, np.int32), num_new)
+def make_case(layout, tokens, heads, lengths=LENGTHS) -> Case:
+    case = ref.mla_case(layout, tokens, heads, lengths, flat_scale=FLAT_SCALE)
+    pool = Pool(*(None if array is None else jnp.asarray(array) for array in case["pool"]))
+    q = jnp.asarray(case["q"])
+    return Case(q, pool, case["layer"], case["table"], case["length"], case["num_new"])
 
 
 def attend(layout, implementation, case: Case, **options):
