@@ -24,6 +24,7 @@ class CheckpointDirectory:
     Attributes:
       config: the parsed config.json.
       tensors: what each header says, over all files.
+      stray: safetensors files that the index does not name; they are not opened.
     """
 
     def __init__(self, path: str | pathlib.Path):
@@ -40,6 +41,8 @@ class CheckpointDirectory:
             raise ValueError(
                 f"{self.path}: {len(missing)} of {len(names)} files are missing: {', '.join(missing)}"
             )
+        there = {file.name for file in self.path.glob("*.safetensors")} if listed else set()
+        self.stray = tuple(sorted(there - set(names)))
         self._files: dict[str, SafetensorsFile] = {}
         self.tensors: dict[str, TensorInfo] = {}
         for name in names:

@@ -39,7 +39,8 @@ class LoadReport:
       checkpoint: the format that config.json declares.
       used: tensors that became parameters.
       vision: recognised tensors of the vision tower and projector, skipped: only text is served.
-      unused: everything else. Nothing here was needed, but a caller should say that it is there.
+      unused: everything else, and files that the index does not name. Nothing of it was needed, but a caller
+        should say that it is there.
       cache_scale: a calibrated scale for an FP8 cache, if the checkpoint holds one. A BF16 cache has no scale
         and ignores it.
     """
@@ -56,7 +57,7 @@ class LoadReport:
         if self.vision:
             lines.append(f"{len(self.vision)} vision tensors recognised and skipped: only text is served")
         if self.unused:
-            lines.append(f"{len(self.unused)} tensors are not used: {matching.few(self.unused)}")
+            lines.append(f"{len(self.unused)} tensors or files are not used: {matching.few(self.unused)}")
         if self.cache_scale is not None:
             lines.append(f"the checkpoint holds a calibrated FP8 cache scale, {self.cache_scale}")
         return lines
@@ -96,7 +97,7 @@ def load(
     specs = params.param_specs(config, weights, checkpoint)
     found, vision, unused = matching.match(files, config, checkpoint)
     cache_scale, calibrated = matching.cache_scale(files, unused)
-    unused = tuple(name for name in unused if name not in calibrated)
+    unused = (*(name for name in unused if name not in calibrated), *files.stray)
     if cache_scale not in (None, 1.0) and not accept_cache_scale:
         raise ValueError(
             f"{files.path}: calibrated cache scale {cache_scale}: pass accept_cache_scale=True and give "

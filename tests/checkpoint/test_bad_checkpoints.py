@@ -185,6 +185,13 @@ def test_load_unknown_tensors_are_reported_by_name(changed):
     assert "language_model.extra.weight" in report.lines()[-1]
 
 
+def test_load_file_outside_the_index_is_reported(copied):
+    directory = copied("kimi_int4")
+    shutil.copy(next(directory.glob("*.safetensors")), directory / "extra.safetensors")
+    _, _, report = hf.load(directory, "bf16")
+    assert report.unused == ("extra.safetensors",)
+
+
 def test_load_without_the_prefix_finds_the_same_tensors(changed, checkpoints):
     source = CheckpointDirectory(checkpoints["kimi_int4"])
     plain = {n: None for n in source.tensors if n.startswith("language_model.")}
