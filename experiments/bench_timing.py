@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 import statistics
 import tempfile
@@ -43,16 +44,26 @@ def measure(program: Callable[[], object], repetitions: int, runs: int = 5) -> T
         jax.block_until_ready(program())
         walls.append((time.perf_counter() - start) / repetitions * 1e6)
     events = sorted(trace(program, runs), key=lambda event: event[1])
-    if not events or len(events) % runs:
-        raise RuntimeError(f"the profiler saw {len(events)} kernels in {runs} equal runs")
-    each = [events[i : i + len(events) // runs] for i in range(0, len(events), len(events) // runs)]
+    if not events:
+        raise RuntimeError("the profiler saw no kernel: is this a GPU?")
+    each = split(events, runs)
     spans = [(max(e[2] for e in one) - one[0][1]) / repetitions / 1e3 for one in each]
     kernels: dict[str, float] = {}
     for name, start, end in events:
         kernels[name] = kernels.get(name, 0.0) + (end - start) / (repetitions * runs) / 1e3
     us = statistics.median(spans)
-    launches = len(each[0]) / repetitions
+    launches = len(events) / (repetitions * runs)
     return Timing(us, (max(spans) - min(spans)) / us, launches, statistics.median(walls), kernels)
+
+
+def split(events: list[tuple[str, float, float]], runs: int) -> list[list[tuple[str, float, float]]]:
+    """Events in order of their start, cut into runs: at equal counts, or at the longest pauses."""
+    if len(events) % runs == 0:
+        size = len(events) // runs
+        return [events[i : i + size] for i in range(0, len(events), size)]
+    pauses = sorted(range(1, len(events)), key=lambda i: events[i - 1][2] - events[i][1])[: runs - 1]
+    edges = [0, *sorted(pauses), len(events)]
+    return [events[i:j] for i, j in itertools.pairwise(edges)]
 
 
 def trace(program: Callable[[], object], runs: int = 1) -> list[tuple[str, float, float]]:

@@ -1,0 +1,54 @@
+"""What the GPU benchmarks compute beside the kernels: router, oracle, the cut of a profile into runs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import bench_layer, bench_moe, bench_timing
+from kvmem.models import get_config
+from pallas_kernels import ref
+
+
+def test_choose_with_ties_equals_top_k():
+    logits_TE = jnp.round(jax.random.normal(jax.random.key(0), (5, 12)) * 2)  # rounded: ties
+    expert, weight = bench_layer.choose(logits_TE, jnp.zeros((12,)), 3, 2.5)
+    affinity = jax.nn.sigmoid(logits_TE)
+    best, index = jax.lax.top_k(affinity, 3)
+    np.testing.assert_array_equal(expert, index)
+    np.testing.assert_allclose(weight, best / best.sum(1, keepdims=True) * 2.5, rtol=1e-6)
+
+
+def test_oracle_of_random_experts_equals_the_slow_reference():
+    model = dataclasses.replace(
+        get_config("kimi_tiny_tp8"),
+        hidden_size=192,
+        expert_ffn_size=64 * 8,
+        num_experts=5,
+        experts_per_token=2,
+    )
+    stacks = bench_moe.weights(model, 32, 2, seed=3)
+    assert stacks[0].shape == (2, 5, 128, 192)
+    inputs = bench_moe.batch(model, 7, seed=4)
+    got = bench_moe.oracle(*inputs, *stacks, group=32)
+    assert bench_moe.worst_row_error(got, ref.int4_moe(*inputs, *stacks, 0, group=32)) < 1e-5
+    assert bench_moe.worst_row_error(got, ref.int4_moe(*inputs, *stacks, 1, group=32)) > 0.1
+
+
+@pytest.mark.parametrize("extra", [0, 1], ids=["equal counts", "one run has an event more"])
+def test_split_cuts_a_profile_into_runs(extra):
+    events = [("a", 0.0, 2.0), ("b", 3.0, 5.0), ("a", 90.0, 92.0), ("b", 93.0, 95.0)]
+    events += [("c", 96.0, 97.0)] * extra
+    runs = bench_timing.split(events, 2)
+    assert [event[1] for event in runs[0]] == [0.0, 3.0]
+    assert len(runs[1]) == 2 + extra
+
+
+def test_layer_bytes_of_more_rows_grow_by_cache_and_experts():
+    model = get_config("kimi_k2.6")
+    few = bench_layer.layer_bytes(model, "fp8_flat", 1, 2048, 8.0)
+    more = bench_layer.layer_bytes(model, "fp8_flat", 3, 2048, 24.0)
+    expert = 3 * 256 * 7168 * (1 / 2 + 2 / 32)
+    assert more - few == pytest.approx(2 * 2048 * 576 + 16 * expert)
