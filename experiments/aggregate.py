@@ -44,13 +44,23 @@ class Committed(NamedTuple):
         by_count: dict[int, How] = {0: "CPU mesh", 1: "rank slice on one H200", 8: "8 GPUs"}
         return by_count.get(gpus, "some GPUs")
 
+    @property
+    def note(self) -> str:
+        """What lowers the record's worth, or empty."""
+        dirty = "uncommitted changes" if self.record["git"]["dirty"] else ""
+        failed = "the run failed in another part" if self.record["status"] == "failed" else ""
+        return "; ".join(text for text in (dirty, failed) if text)
+
 
 def committed(root: pathlib.Path = RESULTS) -> list[Committed]:
-    """Returns the committed records of runs that ended well, oldest first."""
+    """Returns the committed records, oldest first, but those of runs that were stopped.
+
+    A run that failed in one part holds what its other parts measured, and says so in ``Committed.note``.
+    """
     found = []
     for path in sorted(root.glob("*/*.json")):
         content = record.read(path)
-        if content["status"] == "ok":
+        if content["status"] != "interrupted":
             name = path.relative_to(root.parents[1]) if root.is_relative_to(ROOT) else path
             found.append(Committed(path.parent.name, str(name), content))
     return sorted(found, key=lambda c: c.record["created_utc"])
@@ -87,8 +97,7 @@ def measured(root: pathlib.Path = RESULTS) -> dict[str, Found]:
     for item in committed(root):
         if item.kind == "reproduce":
             continue  # a report holds what others measured
-        note = "uncommitted changes" if item.record["git"]["dirty"] else ""
-        found |= {k: Found(v, item.how, item.path, note) for k, v in item.record["metrics"].items()}
+        found |= {k: Found(v, item.how, item.path, item.note) for k, v in item.record["metrics"].items()}
     return found | _layers(found) | _false_positives(found)
 
 
@@ -105,7 +114,7 @@ def _layers(found: dict[str, Found]) -> dict[str, Found]:
             step_us = layers * layer.value + (2 * layers + 3) * ALL_REDUCE_US
             note = (
                 f"estimate: {layers} x the layer's time + {2 * layers + 3} all-reduces of "
-                f"{ALL_REDUCE_US:g} us; context 2,048; embedding, head and sampling left out"
+                f"{ALL_REDUCE_US:g} us; context 2,048; embedding, head, sampling and indexer left out"
             )
             arm = cache if short == "kimi" else "w_int4"
             if short == "kimi" or cache == "fp8":  # GLM's INT4 rows ran on an 8-bit cache
@@ -129,10 +138,9 @@ def _false_positives(found: dict[str, Found]) -> dict[str, Found]:
 
 
 def _source(item: Committed) -> str:
-    git = item.record["git"]
-    changes = " with uncommitted changes" if git["dirty"] else ""
+    sha, note = item.record["git"]["sha"][:12], f" ({item.note})" if item.note else ""
     kinds = ", ".join(f"{d['count']} x {d['kind']}" for d in item.record["devices"])
-    return f"From `{item.path}`: commit {git['sha'][:12]}{changes}, {kinds}, {item.how}."
+    return f"From `{item.path}`: commit {sha}{note}, {kinds}, {item.how}."
 
 
 def _claims_table(item: Committed) -> str:

@@ -32,21 +32,35 @@ def _pivot(
 
 
 def kernels(metrics: Metrics) -> str:
-    """Microseconds of each kernel at each shape, and of one decode layer on one rank with its launches."""
+    """Microseconds of each kernel at each shape beside the rival's, and of one decode layer on one rank.
+
+    ``rival`` is the fastest of FlashMLA, FlashAttention-3 and FlashInfer in BF16, vLLM's FlashMLA build in
+    FP8, and Marlin for the experts, each measured on an H200; ``floor`` is bytes over the best stream seen.
+    """
     parts = []
-    mla = _named(metrics, r"mla_decode\.(bf16|fp8_flat|fp8_656)\.h(\d+)\.b(\d+)\.l(\d+)\.us")
+    shape = r"\.h(\d+)\.b(\d+)\.l(\d+)"
+    mla = _named(metrics, rf"mla_decode\.(bf16|fp8_flat|fp8_656){shape}\.us")
     if mla:
-        table = _pivot(("heads", "batch", "context"), mla, ("bf16", "fp8_flat", "fp8_656"))
+        rivals = _named(metrics, rf"mla_decode\.(bf16|fp8_flat|fp8_656){shape}\.rival_us")
+        both = mla | {(f"{key[0]} rival", *key[1:]): value for key, value in rivals.items()}
+        columns = ("bf16", "bf16 rival", "fp8_flat", "fp8_flat rival", "fp8_656")
+        table = _pivot(("heads", "batch", "context"), both, columns)
         parts.append(f"MLA decode over 64-token pages, us:\n\n{table}")
     moe = _named(metrics, r"int4_moe\.(kimi|glm)\.g(\d+)\.m(\d+)\.us")
     if moe:
-        parts.append(f"Routed experts in INT4, us:\n\n{_pivot(('group', 'tokens'), moe, ('kimi', 'glm'))}")
-    layer = _named(metrics, r"layer\.(kimi|glm)\.(bf16|fp8)\.b(\d+)\.(us|launches)")
+        rivals = _named(metrics, r"int4_moe\.(kimi|glm)\.g(\d+)\.m(\d+)\.marlin_us")
+        both = moe | {(f"{key[0]} Marlin", *key[1:]): value for key, value in rivals.items()}
+        table = _pivot(("group", "tokens"), both, ("kimi", "kimi Marlin", "glm", "glm Marlin"))
+        parts.append(f"Routed experts in INT4, one rank of eight, us:\n\n{table}")
+    layer = _named(metrics, r"layer\.(kimi|glm)\.(bf16|fp8)\.b(\d+)\.(us|launches|floor_us)")
     if layer:
         by: dict[tuple[str, ...], float]
         by = {(f"{cache} {what}", model, rows): v for (model, cache, rows, what), v in layer.items()}
-        columns = ("bf16 us", "bf16 launches", "fp8 us", "fp8 launches")
-        parts.append(f"One decode layer on one rank:\n\n{_pivot(('model', 'batch'), by, columns)}")
+        wanted = tuple(
+            f"{cache} {what}" for cache in ("bf16", "fp8") for what in ("us", "launches", "floor_us")
+        )
+        table = _pivot(("model", "batch"), by, wanted)
+        parts.append(f"One decode layer on one rank, context 2,048, no collectives:\n\n{table}")
     return "\n\n".join(parts)
 
 

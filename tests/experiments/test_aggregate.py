@@ -36,13 +36,16 @@ def results(tmp_path):
     return commit
 
 
-def test_measured_takes_the_newest_run_that_ended_well(results):
+def test_measured_takes_the_newest_run_that_was_not_stopped(results):
     results("kernel_bench", {"copy.gbps": 4100.0, "only_old": 1.0}, "z", devices=GPU)
     results("kernel_bench", {"copy.gbps": 4200.0}, "b", devices=GPU, created_utc="2026-11-02T10:00:00+00:00")
-    results("kernel_bench", {"copy.gbps": 1.0}, "c", status="failed", created_utc="2026-11-03T10:00:00+00:00")
+    late = "2026-11-03T10:00:00+00:00"
+    results("kernel_bench", {"copy.gbps": 1.0}, "c", status="interrupted", created_utc=late)
+    results("kernel_bench", {"mla": 2.0}, "d", status="failed", created_utc=late, devices=GPU)
     found = aggregate.measured(results.root)
     assert found["copy.gbps"][:2] == (4200.0, "rank slice on one H200")
     assert found["copy.gbps"].record.endswith("kernel_bench/b.json")
+    assert found["mla"].note == "the run failed in another part"
     assert found["only_old"].record.endswith("kernel_bench/z.json")
 
 
@@ -141,17 +144,19 @@ def test_kernels_table_has_a_row_a_shape_and_dashes_for_what_was_not_measured():
     metrics = {
         "mla_decode.bf16.h8.b64.l8192.us": 140.04,
         "mla_decode.fp8_flat.h8.b64.l8192.us": 94.96,
+        "mla_decode.fp8_flat.h8.b64.l8192.rival_us": 110.5,
         "mla_decode.fp8_flat.h8.b8.l8192.us": 22.0,
         "mla_decode.fp8_flat.h8.b8.l8192.err": 9e-4,
         "int4_moe.glm.g32.m64.us": 190.5,
+        "int4_moe.glm.g32.m64.marlin_us": 245.0,
         "layer.kimi.fp8.b1.us": 66.6,
         "layer.kimi.fp8.b1.launches": 9,
     }
     lines = result_tables.kernels(metrics).splitlines()
-    assert "| 8 | 8 | 8192 | – | 22.0 | – |" in lines
-    assert "| 8 | 64 | 8192 | 140.0 | 95.0 | – |" in lines
-    assert "| 32 | 64 | – | 190.5 |" in lines
-    assert "| kimi | 1 | – | – | 66.6 | 9.0 |" in lines
+    assert "| 8 | 8 | 8192 | – | – | 22.0 | – | – |" in lines
+    assert "| 8 | 64 | 8192 | 140.0 | – | 95.0 | 110.5 | – |" in lines
+    assert "| 32 | 64 | – | – | 190.5 | 245.0 |" in lines
+    assert "| kimi | 1 | – | – | – | 66.6 | 9.0 | – |" in lines
 
 
 def test_faults_table_sums_trials_over_models_and_pages():
