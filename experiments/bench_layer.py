@@ -71,6 +71,12 @@ def _norm(x):
     return (x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5)).astype(jnp.bfloat16)
 
 
+def _normed_matmul(x, w):
+    """RMSNorm, then the product: the row's factor commutes with it, which saves a pass over x."""
+    x32 = x.astype(jnp.float32)
+    return _matmul(x, w) * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-5)
+
+
 def _rope(x, angle):
     """Interleaved rotation of the last axis, f32 inside."""
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
@@ -104,8 +110,8 @@ def layer_step(model: ModelConfig, layout: str, y, x, values, w, stacks, table, 
     q_rank, latent = model.q_lora_rank, model.kv_lora_rank
     nope, rope, rows = model.qk_nope_head_dim, model.qk_rope_head_dim, x.shape[0]
     with jax.named_scope("attention"):
-        a = _matmul(_norm(x), w["qkv_a"]).astype(jnp.bfloat16)
-        q = _matmul(_norm(a[:, :q_rank]), w["q_b"]).astype(jnp.bfloat16).reshape(rows, -1, nope + rope)
+        a = _normed_matmul(x, w["qkv_a"]).astype(jnp.bfloat16)
+        q = _normed_matmul(a[:, :q_rank], w["q_b"]).astype(jnp.bfloat16).reshape(rows, -1, nope + rope)
         q_latent = jnp.einsum("bhn,hnl->bhl", q[..., :nope], w["w_uk"])
         query = jnp.concatenate([q_latent, _rope(q[..., nope:], angle)], axis=-1)[:, None]
         parts = [_norm(a[:, q_rank : q_rank + latent]), _rope(a[:, q_rank + latent :], angle)]
@@ -116,14 +122,18 @@ def layer_step(model: ModelConfig, layout: str, y, x, values, w, stacks, table, 
             clipped = jnp.clip(cached.astype(jnp.float32), -448.0, 448.0)
             bits = lax.bitcast_convert_type(clipped.astype(jnp.float8_e4m3fn), jnp.uint8)
         position = length - 1
-        page = jnp.take_along_axis(table, (position // PAGE)[:, None], axis=1)[:, 0]
-        values = values.at[y, page, position % PAGE].set(bits)
+        inside = "promise_in_bounds"  # without it XLA adds launches that check
+        page = jnp.take_along_axis(table, (position // PAGE)[:, None], axis=1, mode=inside)[:, 0]
+        if rows == 1:
+            values = lax.dynamic_update_slice(values, bits[None, None], (y, page[0], position[0] % PAGE, 0))
+        else:
+            values = values.at[y, page, position % PAGE].set(bits, mode=inside)
         scale = 1.0 if layout == "fp8_flat" else None
         out, _ = mla_decode.mla_decode(
             query, mla_decode.Pool(values), y, table, length, softmax_scale=model.softmax_scale,
-            layout=layout, scale=scale, schedule=schedule,
+            layout=layout, scale=scale, schedule=schedule, out_dtype=jnp.bfloat16,
         )  # fmt: skip
-        out = jnp.einsum("bhl,hvl->bhv", out[:, 0].astype(jnp.bfloat16), w["w_uv"]).reshape(rows, -1)
+        out = jnp.einsum("bhl,hvl->bhv", out[:, 0], w["w_uv"]).reshape(rows, -1)
         x = x + _matmul(out, w["o"]).astype(jnp.bfloat16)
     with jax.named_scope("experts"):
         normed = _norm(x)

@@ -34,8 +34,7 @@ def route(expert_TK: Int32[Array, "T K"], layer: Array | int, *, num_experts: in
     layer = jnp.asarray(layer, jnp.int32)
     blocks = num_blocks(slots, num_experts, tokens)
     build = _route_by_slot if slots <= 1024 else _route_by_expert
-    token, position, (owner, first, size), count = build(expert_TK, blocks, num_experts, tokens)
-    block = jnp.stack([owner + layer * num_experts, first, size, jnp.broadcast_to(count, (blocks,))])
+    token, position, block = build(expert_TK, layer * num_experts, blocks, num_experts, tokens)
     return Routing(token, block, position.reshape(rows, choices))
 
 
@@ -45,7 +44,7 @@ def single(expert_TK) -> Routing:
     return Routing(jnp.zeros_like(slot), expert_TK[0], slot[None])
 
 
-def _route_by_slot(expert_TK, blocks, num_experts, tokens):
+def _route_by_slot(expert_TK, first_expert, blocks, num_experts, tokens):
     """Reductions over pairs of slots only: the fewest launches."""
     expert = expert_TK.reshape(-1)
     slot = jnp.arange(expert.size, dtype=jnp.int32)
@@ -57,14 +56,16 @@ def _route_by_slot(expert_TK, blocks, num_experts, tokens):
     leads = rank % tokens == 0
     block = jnp.sum(leads[None, :] & (position[None, :] < position[:, None]), axis=1, dtype=jnp.int32)
     chosen = leads[None, :] & (block[None, :] == jnp.arange(blocks, dtype=jnp.int32)[:, None])
-    fields = jnp.stack([expert, position, size])
-    fields = jnp.sum(jnp.where(chosen[None], fields[:, None, :], 0), axis=2, dtype=jnp.int32)
+    fields = jnp.stack([expert + first_expert, position, size, jnp.ones_like(size)])
+    last = (jnp.arange(4) == 3)[:, None, None]  # every block's column counts all of them
+    picked = jnp.where(last, leads[None, None, :], chosen[None])
+    block = jnp.sum(jnp.where(picked, fields[:, None, :], 0), axis=2, dtype=jnp.int32)
     at = position[None, :] == slot[:, None]
     token = jnp.sum(jnp.where(at, slot[None, :] // expert_TK.shape[1], 0), axis=1, dtype=jnp.int32)
-    return token, position, fields, jnp.sum(leads, dtype=jnp.int32)
+    return token, position, block
 
 
-def _route_by_expert(expert_TK, blocks, num_experts, tokens, run=64):
+def _route_by_expert(expert_TK, first_expert, blocks, num_experts, tokens, run=64):
     """Reductions over (tokens, experts), in runs of tokens: for many slots."""
     rows, choices = expert_TK.shape
     which = jnp.arange(num_experts, dtype=jnp.int32)
@@ -92,4 +93,5 @@ def _route_by_expert(expert_TK, blocks, num_experts, tokens, run=64):
     owner = jnp.sum(block_E[None, :] <= index[:, None], axis=1, dtype=jnp.int32) - 1
     done = (index - block_E[owner]) * tokens
     size = jnp.clip(count_E[owner] - done, 0, tokens)
-    return token, position, (owner, first_E[owner] + done, size), block_E[-1] + blocks_E[-1]
+    count = jnp.broadcast_to(block_E[-1] + blocks_E[-1], (blocks,))
+    return token, position, jnp.stack([owner + first_expert, first_E[owner] + done, size, count])
