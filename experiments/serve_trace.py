@@ -83,7 +83,7 @@ def body(config: ConfigDict, recorder: Recorder) -> None:
             routed, (*SIMULATED, "spread"), "policy"
         )
         found = {"routing": routed}
-        if any(row.blocks for row in trace_rows):  # a trace without prefixes has nothing to reuse
+        if workload.block_hit_rate(trace_rows) > 0:  # a trace without shared prefixes has nothing to reuse
             found["prefix"] = _prefix(config, trace_rows)
             tables[f"Prefix cache, simulated clock, {source}"] = _table(
                 found["prefix"], (*SIMULATED, "prefill_tokens", "evicted_pages"), "prefix cache"

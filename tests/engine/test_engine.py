@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from kvmem.cache import pages
+from kvmem.engine import workload
 from kvmem.engine.request import SamplingParams
+from kvmem.engine.router import Cluster, Router
 from tests.engine.conftest import SMALL, some_requests
 
 
@@ -109,3 +111,28 @@ def test_sampling_does_not_depend_on_the_batch(make_engine, solo, temperature):
     results = make_engine().run(requests)
     assert [r.tokens for r in results] == [solo(r) for r in requests]
     assert all(len(r.logprobs) == len(r.tokens) and max(r.logprobs) <= 0 for r in results)
+
+
+def test_cluster_of_engines_answers_as_one_and_keeps_sessions_together(make_engine, solo):
+    engines = [make_engine(), make_engine()]
+    cluster = Cluster(engines, Router("weighed"))
+    requests = [dataclasses.replace(r, session=f"s{i % 2}") for i, r in enumerate(some_requests(6, seed=6))]
+    results = {r.request_id: r for r in workload.drive(cluster, workload.OpenLoop(requests))}
+    for request in requests:
+        assert results[request.request_id].tokens == solo(request)
+    homes: dict[str, set[int]] = {}
+    for request in requests:
+        homes.setdefault(request.session, set()).add(results[request.request_id].replica)
+    assert all(len(home) == 1 for home in homes.values())
+
+
+@pytest.mark.slow
+def test_batch_invariant_outputs_are_bit_identical_at_any_batch(make_engine):
+    sampling = SamplingParams(ignore_eos=True, logprobs=True)
+    requests = some_requests(5, seed=7, sampling=sampling)
+    together = make_engine(batch_invariant=True).run(requests)
+    for request, result in zip(requests, together, strict=True):
+        # Another row, other company, another bucket: not a bit may differ.
+        (alone,) = make_engine(batch_invariant=True, row_buckets=(1,), prefix_cache=False).run([request])
+        assert alone.tokens == result.tokens
+        assert alone.logprobs == result.logprobs
