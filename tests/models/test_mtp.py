@@ -14,6 +14,8 @@ from kvmem.models.decoder import StepBatch
 CONFIG = get_config("glm_tiny_tp8")
 ROWS, STEPS, PAGES, PAGE_SIZE = 2, 13, 4, 4
 TABLE_BM = jnp.arange(ROWS * PAGES, 0, -1, dtype=jnp.int32).reshape(ROWS, PAGES)
+# Compiling is nearly all of the time, and unoptimised code computes the same.
+QUICK = {"xla_backend_optimization_level": 0}
 TOLERANCE = 2e-5  # f32, the same operations in the same order but for stacking
 
 
@@ -37,7 +39,7 @@ def case():
     random = np.random.default_rng(3)
     tokens_BT = random.integers(0, CONFIG.vocab_size, (ROWS, STEPS))
     hidden_BTD = jnp.asarray(random.standard_normal((ROWS, STEPS, CONFIG.hidden_size)), jnp.float32)
-    step = jax.jit(lambda *args: mtp.draft(args[0], CONFIG, *args[1:]))
+    step = jax.jit(lambda *args: mtp.draft(args[0], CONFIG, *args[1:]), compiler_options=QUICK)
     logits, hidden, kv, selection = step(
         tree, cache(CONFIG, mtp=True), batch(tokens_BT, [13, 11], [0, 0]), hidden_BTD
     )
@@ -67,7 +69,9 @@ def test_draft_equals_one_layer_model_fed_with_z(case):
         "lm_head": tree["lm_head"],
     }
     ids_BT = np.arange(ROWS * STEPS).reshape(ROWS, STEPS)
-    forward = jax.jit(lambda *args: decoder.forward(args[0], config, *args[1:], all_logits=True))
+    forward = jax.jit(
+        lambda *args: decoder.forward(args[0], config, *args[1:], all_logits=True), compiler_options=QUICK
+    )
     expected, _ = forward(model, cache(config, mtp=False), batch(ids_BT, [13, 11], [0, 0]))
     for row, count in enumerate([13, 11]):
         ours, theirs = np.asarray(logits_BTW[row, :count]), np.asarray(expected[row, :count])
