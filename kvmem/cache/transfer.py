@@ -168,10 +168,7 @@ def deliver(
     Returns:
       The destination's store, page state and digests, and a scalar ``Status``.
     """
-    given_A = jnp.arange(order.source_A.shape[0]) < order.count
-    tokens_A = jnp.clip(
-        order.tokens - jnp.arange(order.source_A.shape[0]) * source.page_size, 0, source.page_size
-    )
+    given_A, tokens_A = _given(order), _tokens(order, source.page_size)
     source_ok = jnp.all(_still(source, order.source_A, order.source_generation_A) | ~given_A)
     destination_ok = jnp.all(
         _still(destination, order.destination_A, order.destination_generation_A) | ~given_A
@@ -179,11 +176,7 @@ def deliver(
     arrived = jnp.all(order.arrived_A | ~given_A)
     content_ok = jnp.asarray(True)
     if source_digests is not None:
-        page_A = jnp.clip(order.source_A, 0, source.num_pages - 1)
-        sealed_A = source_digests.tokens_P[page_A]
-        found_A2 = tags.page_digest(source_kv, page_A, sealed_A)
-        same_A = jnp.all(found_A2 == source_digests.digest_P2[page_A], axis=1) & (sealed_A >= tokens_A)
-        content_ok = jnp.all(same_A | ~given_A)
+        content_ok = _sealed(order, source, source_kv, source_digests)
     status = jnp.select(
         [~source_ok, ~destination_ok, ~arrived, ~content_ok],
         [jnp.int32(s) for s in (Status.SOURCE, Status.DESTINATION, Status.INCOMPLETE, Status.CONTENT)],
@@ -198,6 +191,109 @@ def deliver(
     if destination_digests is not None:
         destination_digests = tags.seal(
             destination_digests, destination_kv, order.destination_A, tokens_A, moved_A
+        )
+    return destination_kv, destination, destination_digests, status
+
+
+@typing.no_type_check
+@struct.dataclass
+class Shipment:
+    """What ``ship`` sends for ``land``.
+
+    Attributes:
+      block: bytes of the order's source pages; of the padding page where the check failed.
+      status: a ``Status``: what the sender found.
+      saturated, nonfinite: values that conversion at the sender clipped, and NaN or infinities that it met.
+    """
+
+    block: store.PageBlock
+    status: Int[Array, ""]
+    saturated: Int[Array, ""]
+    nonfinite: Int[Array, ""]
+
+
+def ship(
+    order: Order,
+    source: PageState,
+    source_kv: KVStore,
+    *,
+    into: KVStore | None = None,
+    source_digests: tags.DigestTable | None = None,
+) -> Shipment:
+    """The sender's half of ``deliver`` when the pools are on different devices.
+
+    Checks the order against the source pool as it is now and takes the pages' bytes out: as they are or, with
+    ``into``, in the destination's format. ``into`` is an empty pool of the destination's fingerprint with the
+    padding page and a page for each entry of the order.
+    """
+    given_A, content_ok = _given(order), jnp.asarray(True)
+    source_ok = jnp.all(_still(source, order.source_A, order.source_generation_A) | ~given_A)
+    if source_digests is not None:
+        content_ok = _sealed(order, source, source_kv, source_digests)
+    status = jnp.select(
+        [~source_ok, ~content_ok], [jnp.int32(Status.SOURCE), jnp.int32(Status.CONTENT)], jnp.int32(Status.OK)
+    )
+    page_A = jnp.where(given_A & (status == Status.OK), order.source_A, PADDING_PAGE)
+    if into is None:
+        none = jnp.zeros((), jnp.int32)
+        return Shipment(store.export_pages(source_kv, page_A), status, none, none)
+    staged_A = 1 + jnp.arange(page_A.shape[0], dtype=jnp.int32)
+    count = jnp.where(status == Status.OK, order.count, 0)
+    staged = convert_pages(source_kv, into, page_A, staged_A, count, order.tokens)
+    return Shipment(store.export_pages(staged, staged_A), status, staged.saturated, staged.nonfinite)
+
+
+def land(
+    order: Order,
+    shipment: Shipment,
+    destination: PageState,
+    destination_kv: KVStore,
+    origin: UInt32[Array, ""],
+    *,
+    through: KVStore | None = None,
+    destination_digests: tags.DigestTable | None = None,
+) -> tuple[KVStore, PageState, tags.DigestTable | None, Int[Array, ""]]:
+    """The receiver's half of ``deliver``: what ``ship`` sent enters the destination pool.
+
+    With ``through`` (an empty pool of the source's fingerprint, sized as ``ship``'s ``into``) it is converted
+    here. What was refused, or did not arrive whole, writes nothing but the padding page.
+
+    Returns:
+      As ``deliver``.
+    """
+    given_A = _given(order)
+    destination_ok = jnp.all(
+        _still(destination, order.destination_A, order.destination_generation_A) | ~given_A
+    )
+    arrived = jnp.all(order.arrived_A | ~given_A)
+    status = jnp.select(
+        [shipment.status != Status.OK, ~destination_ok, ~arrived],
+        [shipment.status, jnp.int32(Status.DESTINATION), jnp.int32(Status.INCOMPLETE)],
+        jnp.int32(Status.OK),
+    )
+    moved_A = given_A & (status == Status.OK)
+    if through is None:
+        target_A = jnp.where(moved_A, order.destination_A, PADDING_PAGE)
+        destination_kv = dataclasses.replace(
+            store.import_pages(destination_kv, target_A, shipment.block),
+            saturated=destination_kv.saturated + shipment.saturated,
+            nonfinite=destination_kv.nonfinite + shipment.nonfinite,
+        )
+    else:
+        staged_A = 1 + jnp.arange(given_A.shape[0], dtype=jnp.int32)
+        staged = store.import_pages(through, staged_A, shipment.block)
+        count = jnp.where(status == Status.OK, order.count, 0)
+        destination_kv = convert_pages(
+            staged, destination_kv, staged_A, order.destination_A, count, order.tokens
+        )
+    destination = pages.stamp(destination, order.destination_A, moved_A, origin)
+    if destination_digests is not None:
+        destination_digests = tags.seal(
+            destination_digests,
+            destination_kv,
+            order.destination_A,
+            _tokens(order, destination.page_size),
+            moved_A,
         )
     return destination_kv, destination, destination_digests, status
 
@@ -301,6 +397,26 @@ def _still(state: PageState, page_A: Int[Array, "A"], generation_A: UInt32[Array
     in_range_A = (page_A > PADDING_PAGE) & (page_A < state.num_pages)
     page_A = jnp.where(in_range_A, page_A, PADDING_PAGE)
     return in_range_A & (state.pins_P[page_A] > 0) & (state.generation_P[page_A] == generation_A)
+
+
+def _given(order: Order) -> Bool[Array, "A"]:
+    return jnp.arange(order.source_A.shape[0]) < order.count
+
+
+def _tokens(order: Order, page_size: int) -> Int[Array, "A"]:
+    return jnp.clip(order.tokens - jnp.arange(order.source_A.shape[0]) * page_size, 0, page_size)
+
+
+def _sealed(
+    order: Order, source: PageState, source_kv: KVStore, digests: tags.DigestTable
+) -> Bool[Array, ""]:
+    """Whether every source page still has the digest that was taken when it was sealed."""
+    page_A = jnp.clip(order.source_A, 0, source.num_pages - 1)
+    sealed_A = digests.tokens_P[page_A]
+    found_A2 = tags.page_digest(source_kv, page_A, sealed_A)
+    same_A = jnp.all(found_A2 == digests.digest_P2[page_A], axis=1)
+    same_A &= sealed_A >= _tokens(order, source.page_size)
+    return jnp.all(same_A | ~_given(order))
 
 
 def _whole(table_A1: Int[Array, "A 1"], page_size: int) -> Int[Array, "A"]:

@@ -178,6 +178,53 @@ def test_deliver_of_an_order_that_does_not_hold_writes_nothing(fault, status):
     assert not np.any(sealed.tokens_P)
 
 
+@functools.partial(jax.jit, static_argnames="convert_at")
+def _ship_and_land(order, source, source_kv, destination, kv, origin, digests, empty, convert_at):
+    """Both halves of a hand-over across devices, converted at the sender or at the receiver."""
+    new = functools.partial(store.init, SHAPE, num_pages=1 + order.source_A.shape[0], page_size=PAGE_SIZE)
+    into = new(kv.layout, kv.index_layout, scale=0.25) if convert_at == "sender" else None
+    through = new(source_kv.layout, source_kv.index_layout) if convert_at == "receiver" else None
+    sent = transfer.ship(order, source, source_kv, into=into, source_digests=digests)
+    return transfer.land(order, sent, destination, kv, origin, through=through, destination_digests=empty)
+
+
+@pytest.mark.parametrize("convert_at", ["sender", "receiver"])
+def test_ship_and_land_give_what_deliver_gives_and_refuse_what_it_refuses(convert_at):
+    (source, source_kv, digests), (destination, kv) = _source(), _destination()
+    large = np.float32(300.0).astype("bfloat16").view(np.uint16)  # 300 / 0.25 > 448
+    loud_kv = dataclasses.replace(source_kv, values=source_kv.values.at[0, 1, 2, 3].set(large))
+    empty = tags.empty_digests(PAGES + 2)
+    holds = (_order(source, destination), source, loud_kv, destination, kv, ORIGIN)
+    expected = jax.jit(transfer.deliver)(*holds, destination_digests=empty)
+    got = _ship_and_land(*holds, None, empty, convert_at=convert_at)
+    assert int(got[0].saturated) == 1
+    moved_A, rest = (
+        destination.table_BM[1, :3],
+        [name for name in store.POOLS if getattr(kv, name) is not None],
+    )
+    for name in rest:
+        pool, reference = getattr(got[0], name), getattr(expected[0], name)
+        np.testing.assert_array_equal(pool[:, moved_A], reference[:, moved_A])
+        np.testing.assert_array_equal(
+            pool[:, [1, *range(5, PAGES + 2)]], getattr(kv, name)[:, [1, 5, 6, 7, 8, 9, 10]]
+        )
+    jax.tree.map(np.testing.assert_array_equal, got[1:], expected[1:])
+    faults = [
+        (_source_released, Status.SOURCE),
+        (_destination_reused, Status.DESTINATION),
+        (_change_order(arrived_A=jnp.asarray([1, 0, 1, 1], bool)), Status.INCOMPLETE),
+        (_flip_source, Status.CONTENT),
+    ]
+    for fault, status in faults:
+        args = fault((_order(source, destination), source, source_kv, destination, kv, ORIGIN))
+        after, state, sealed, found = _ship_and_land(*args, digests, empty, convert_at=convert_at)
+        assert int(found) == status
+        for name in rest:
+            np.testing.assert_array_equal(getattr(after, name)[:, 1:], getattr(kv, name)[:, 1:])
+        np.testing.assert_array_equal(state.origin_P, args[3].origin_P)
+        assert not np.any(sealed.tokens_P)
+
+
 def test_B7_changed_source_bytes_without_digests_are_not_seen():
     (source, source_kv, _), (destination, kv) = _source(), _destination()
     args = _flip_source((_order(source, destination), source, source_kv, destination, kv, ORIGIN))
