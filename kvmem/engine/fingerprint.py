@@ -65,8 +65,8 @@ def of_pool(model: ModelConfig, params: Any, phase: PhaseFormat, config: EngineC
         page_size=config.page_size,
         sampling=_digest(SamplingParams()),
         cache_policy=f"{config.integrity} prefix={config.prefix_cache} reuse={config.reuse}",
-        numerics=f"{config.attention} {config.implementation} invariant={config.batch_invariant} "
-        f"chunk={config.prefill_chunk}",
+        numerics=f"{config.attention} {config.implementation} {config.reduction} "
+        f"invariant={config.batch_invariant} chunk={config.prefill_chunk}",
         software=" ".join(f"{name} {_version(name)}" for name in ("kvmem", "jax", "jaxlib")),
     )
 

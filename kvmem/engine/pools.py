@@ -111,6 +111,7 @@ class DevicePools:
             batch_invariant=config.batch_invariant,
             attention=config.attention,
             implementation=config.implementation,
+            reduction=config.reduction,
             axis=None if self._mesh is None else "tp",
         )
 

@@ -241,6 +241,7 @@ class EngineConfig:
     overlap: bool = True
     attention: Form = "absorbed"
     implementation: Implementation = "xla"
+    reduction: Literal["nccl", "mosaic"] = "nccl"
 
     def __post_init__(self) -> None:
         for name in (

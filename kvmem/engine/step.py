@@ -31,6 +31,7 @@ from kvmem.models import decoder
 from kvmem.models.attention import Form, Implementation
 from kvmem.models.config import ModelConfig
 from kvmem.models.decoder import StepBatch
+from kvmem.models.layers import Reduction
 
 Params = typing.Any
 Phase = typing.Literal["prefill", "decode"]
@@ -126,6 +127,7 @@ class StepConfig:
       detector: one of ``integrity.DETECTORS``.
       batch_invariant: run the forward pass of one row after the other.
       axis: mesh axis of tensor parallelism, or None on a single device.
+      reduction: what sums over it, see ``decoder.forward``.
     """
 
     model: ModelConfig
@@ -136,6 +138,7 @@ class StepConfig:
     attention: Form = "absorbed"
     implementation: Implementation = "xla"
     axis: str | None = None
+    reduction: Reduction = "nccl"
 
 
 def init(
@@ -251,6 +254,7 @@ def _forward(
         attention=config.attention,
         implementation=config.implementation,
         axis=config.axis,
+        reduction=config.reduction,
     )
     if config.batch_invariant:
 

@@ -9,6 +9,7 @@ collectives are explicit (see ``collectives``).
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -118,6 +119,7 @@ def forward(
     attention: Form = "absorbed",
     implementation: Implementation = "xla",
     axis: str | None = None,
+    reduction: layers.Reduction = "nccl",
     all_logits: bool = False,
 ) -> tuple[Float[Array, "..."], store.KVStore]:
     """One step: caches the new tokens and returns next-token logits.
@@ -129,10 +131,19 @@ def forward(
       attention: the form of MLA; both give the same result up to rounding.
       implementation: "xla" (any page size, any device), "mosaic" (Hopper kernels) or "mosaic_experts".
       axis: mesh axis of tensor parallelism, inside ``jax.shard_map``; None on a single rank.
+      reduction: what sums the layers' parts over the axis: "nccl", or "mosaic" (the one-shot kernel, which
+        needs GPUs and ``check_vma=False``); the sums of embeddings and logits are NCCL's in either case.
       all_logits: f32 [B, T, W] for every token instead of [B, W] for each row's last real one.
     """
     hidden_BTD, kv = backbone(
-        params, config, kv, batch, form=attention, implementation=implementation, axis=axis
+        params,
+        config,
+        kv,
+        batch,
+        form=attention,
+        implementation=implementation,
+        axis=axis,
+        reduction=reduction,
     )
     if not all_logits:
         last_B = jnp.maximum(batch.num_new_B - 1, 0)
@@ -150,6 +161,7 @@ def backbone(
     form: Form = "absorbed",
     implementation: Implementation = "xla",
     axis: str | None = None,
+    reduction: layers.Reduction = "nccl",
 ) -> tuple[Float[Array, "B T D"], store.KVStore]:
     """The hidden state after the last layer and the final norm, and the cache with the new tokens."""
     if implementation not in attention.IMPLEMENTATIONS:
@@ -160,7 +172,13 @@ def backbone(
     hidden_BTD = embed(params, batch.tokens_BT, axis)
     allowed_BTS = attention.visible(at, batch.table_BM.shape[1] * kv.page_size)
     step = functools.partial(
-        decoder_layer, params, config, at, form=form, implementation=implementation, axis=axis
+        decoder_layer,
+        params,
+        config,
+        at,
+        form=form,
+        implementation=implementation,
+        reduce=layers.reducer(axis, reduction, hidden_BTD.size),
     )
     index_layer = 0
     for loop in schedule(config):
@@ -194,9 +212,9 @@ def decoder_layer(
     *,
     form: Form,
     implementation: Implementation,
-    axis: str | None,
+    reduce: Callable[[Array], Array],
 ) -> tuple[Float[Array, "B T D"], store.KVStore, Bool[Array, "B T S"]]:
-    """One layer, from the weight stacks in ``params``.
+    """One layer, from the weight stacks in ``params``; ``reduce`` sums f32 parts over the ranks.
 
     ``allowed_BTS`` is what the layer below attended to: a layer without an own indexer uses it again.
     """
@@ -220,7 +238,7 @@ def decoder_layer(
             weights, config, kv, stand.cache, at, nope_BTHN, rope_BTHR, allowed_BTS, form
         )
         with jax.named_scope("attention_sum"):
-            out_BTD = layers.reduce_sum(layers.partial_linear(out_BTA, weights["o"]), axis)
+            out_BTD = reduce(layers.partial_linear(out_BTA, weights["o"]))
         hidden_BTD = hidden_BTD + out_BTD.astype(hidden_BTD.dtype)
     with jax.named_scope("mlp"):
         normed_BTD = layers.rmsnorm(hidden_BTD, weights["post_norm"], config.rms_norm_eps)
@@ -229,7 +247,7 @@ def decoder_layer(
         else:
             out_BTD = _mixture(params["moe"], config, stand.mlp, normed_BTD, implementation)
         with jax.named_scope("mlp_sum"):
-            out_BTD = layers.reduce_sum(out_BTD, axis)
+            out_BTD = reduce(out_BTD)
         hidden_BTD = hidden_BTD + out_BTD.astype(hidden_BTD.dtype)
     return hidden_BTD, kv, allowed_BTS
 

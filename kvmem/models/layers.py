@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from kvmem.formats.qtensor import QTensor
 from kvmem.models.config import RopeConfig, yarn_mscale
+from pallas_kernels import allreduce
+
+Reduction = Literal["nccl", "mosaic"]
+REDUCTIONS = ("nccl", "mosaic")
 
 
 def layer_of(tree, index: int | Int[Array, ""]):
@@ -51,6 +57,22 @@ def partial_linear(x: Float[Array, "... K"], weight: Array | QTensor) -> Float[A
 def reduce_sum(x: Float[Array, "..."], axis: str | None) -> Float[Array, "..."]:
     """The sum over the ranks of mesh axis ``axis`` (an all-reduce); x itself on a single rank."""
     return x if axis is None else lax.psum(x, axis)
+
+
+def reducer(axis: str | None, reduction: Reduction, size: int) -> Callable[[Array], Array]:
+    """``reduce_sum`` for the f32 partial sums of ``size`` elements of one program, by NCCL or by the kernel.
+
+    "mosaic" opens the workspace that all calls of the program share, so it has to be called outside of loops.
+
+    Raises:
+      ValueError: an unknown reduction. NotImplementedError: a size that the kernel does not take.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r}: must be one of {REDUCTIONS}")
+    if axis is None or reduction == "nccl":
+        return functools.partial(reduce_sum, axis=axis)
+    space = allreduce.open_workspace(axis, *allreduce.tiling(size, jnp.float32), jnp.float32)
+    return functools.partial(allreduce.all_reduce, axis=axis, workspace=space)
 
 
 def rmsnorm(x: Float[Array, "... D"], weight_D: Float[Array, "D"], epsilon: float) -> Float[Array, "... D"]:

@@ -79,7 +79,7 @@ def draft(
         allowed_BTS,
         form=form,
         implementation=implementation,
-        axis=axis,
+        reduce=layers.reducer(axis, "nccl", z_BTD.size),
     )
     out_BTD = layers.rmsnorm(out_BTD, own["head_norm"][0], config.rms_norm_eps)
     return decoder.head(params, out_BTD, axis), out_BTD, kv, allowed_BTS

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvmem.formats import qtensor
 from kvmem.formats.qtensor import QTensor
-from kvmem.models import decoder
+from kvmem.models import decoder, layers
 from kvmem.models.attention import Form, Implementation
 from kvmem.models.config import ModelConfig
 from kvmem.models.params import Params, Specs, leaves
@@ -104,6 +104,7 @@ def sharded_forward(
     *,
     attention: Form = "absorbed",
     implementation: Implementation = "xla",
+    reduction: layers.Reduction = "nccl",
     all_logits: bool = False,
 ) -> Callable[..., Any]:
     """``decoder.forward`` as one jitted SPMD program, ``(params, kv, batch) -> (logits, kv)``; kv is donated.
@@ -112,7 +113,12 @@ def sharded_forward(
     time that no rank's cache can differ from another's.
     """
     body = functools.partial(
-        decoder.forward, attention=attention, implementation=implementation, axis=AXIS, all_logits=all_logits
+        decoder.forward,
+        attention=attention,
+        implementation=implementation,
+        axis=AXIS,
+        reduction=reduction,
+        all_logits=all_logits,
     )
     whole = PartitionSpec()
     mapped = jax.shard_map(
@@ -120,6 +126,6 @@ def sharded_forward(
         mesh=mesh,
         in_specs=(partition_specs(specs, mesh.shape[AXIS]), whole, whole),
         out_specs=(whole, whole),
-        check_vma=implementation == "xla",
+        check_vma=implementation == "xla" and reduction == "nccl",
     )
     return jax.jit(mapped, donate_argnums=1)

@@ -75,7 +75,7 @@ def test_sharded_forward_eight_ranks_equal_one(name, weights):
     assert np.abs(one - other).max() > 100 * TOLERANCE * np.abs(one).max()
 
 
-def trace(config, specs, rows=2, new=3, pages=5, page_size=4):
+def trace(config, specs, rows=2, new=3, pages=5, page_size=4, **options):
     """The jaxpr of one sharded step, from abstract values."""
     tp = mesh.make_mesh(8)
     kv = jax.eval_shape(
@@ -85,7 +85,7 @@ def trace(config, specs, rows=2, new=3, pages=5, page_size=4):
     )
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     batch = decoder.StepBatch(ints(rows, new), ints(rows), ints(rows), ints(rows, pages))
-    step = sharded.sharded_forward(config, specs, tp)
+    step = sharded.sharded_forward(config, specs, tp, **options)
     return step.trace(sharded.abstract_params(specs, tp), kv, batch).jaxpr
 
 
@@ -121,6 +121,18 @@ def test_sharded_forward_missing_reduction_is_refused_at_trace_time(monkeypatch)
     monkeypatch.setattr(layers, "reduce_sum", lambda x, axis: x)
     with pytest.raises(ValueError, match=r"tp"):
         trace(config, params.param_specs(config, "int4_group"))
+
+
+def test_sharded_forward_by_the_kernel_replaces_the_sums_of_the_layers():
+    tiny = get_config("kimi_tiny_tp8")
+    config = tiny.__class__(**{**vars(tiny), "hidden_size": 512})
+    specs = params.param_specs(config, "int4_group")
+    jaxpr = trace(config, specs, rows=4, new=1, reduction="mosaic")
+    found = count_collectives(jaxpr)
+    assert found == {"embedding_sum": 1, "logits_gather": 1}
+    assert str(jaxpr).count("skip_device_barrier=True") == 4  # two sums in the dense layer, two in the loop
+    with pytest.raises(NotImplementedError, match=r"128 elements of float32: must be a multiple of 512"):
+        trace(tiny, params.param_specs(tiny, "int4_group"), rows=2, new=1, reduction="mosaic")
 
 
 @pytest.mark.parametrize(("name", "weights"), golden.CASES)
