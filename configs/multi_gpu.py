@@ -1,0 +1,55 @@
+"""Several GPUs: tensor parallelism, the one-shot all-reduce, the hand-over, rank agreement.
+
+    python -m experiments.multi_gpu --config=configs/multi_gpu.py --workdir=DIR
+    JAX_PLATFORMS=cpu python -m experiments.multi_gpu --config=configs/multi_gpu.py:quick --workdir=DIR
+
+The first takes 2 H200s and 3 minutes. ``config.ranks`` is the number of GPUs; nothing else changes with it.
+On a CPU (``quick``, 2 minutes) the same code runs on fake devices and the timings are absent.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Sizes for H200s (""), or tiny ones for any machine ("quick")."""
+    if arg not in ("", "quick"):
+        raise ValueError(f"config argument {arg!r}: one of '', 'quick'")
+    quick = arg == "quick"
+    return ConfigDict(
+        {
+            "ranks": 2,
+            "parts": ("nccl", "mosaic", "tiny", "handover", "step", "xla_oneshot"),
+            "at_once": 1 if quick else 6,
+            "limit_s": 600 if quick else 90,  # of each part; a part that hangs is killed
+            "total_s": 900 if quick else 95,
+            "seed": 12,
+            "allreduce": {
+                "width": 1024 if quick else 7168,
+                "kib": (2, 6) if quick else (14, 28, 56, 112, 224, 448, 896),  # bf16 bytes of a message
+                "few_kib": (2,) if quick else (14, 112),  # of the variants
+                "check_calls": 20 if quick else 4000,
+                "time_calls": 40 if quick else 2000,
+                "repeats": 2 if quick else 7,
+            },
+            "tiny": {"models": ("kimi_tiny_tp8", "glm_tiny_tp8"), "rows": 3, "prompt": 15, "steps": 6},
+            "step": {
+                # Kimi K2.6's widths with few layers and experts; the tiny model where quick.
+                "model": "kimi_tiny_tp8" if quick else "kimi_k2.6",
+                "layers": 2 if quick else 4,
+                "experts": 12 if quick else 32,
+                "rows": (2,) if quick else (1, 16),
+                "context": 20 if quick else 2048,
+                "steps": 3 if quick else 40,
+                "repeats": 2 if quick else 7,
+            },
+            "handover": {
+                "model": "kimi_tiny_tp8" if quick else "kimi_k2.6",
+                "layers": 2 if quick else 8,
+                "experts": 12 if quick else 16,
+                "tokens": 50 if quick else 4096,
+                "chunk": 16 if quick else 1024,
+                "page_size": 8 if quick else 64,
+                "repeats": 2 if quick else 15,
+            },
+        }
+    )

@@ -1,0 +1,149 @@
+"""What the parts share: findings on disk, compilation in threads, timing, mid-size models."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from kvmem import record
+from kvmem.models import get_config, sharded
+from kvmem.models import params as model_params
+from kvmem.models.config import ModelConfig
+from kvmem.sharding.mesh import AXIS
+
+WHOLE, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
+ON_CPU = "needs GPUs: these are fake CPU devices"
+
+
+class Findings:
+    """What one part reports, on disk after every line, and its turn on the devices."""
+
+    def __init__(self, path: pathlib.Path):
+        self._path = path
+        self._waited_s = 0.0
+        self.metrics: dict[str, record.Number] = {}
+        self.absent: dict[str, str] = {}
+        self.notes: dict[str, Any] = {"devices": [str(d) for d in jax.devices()]}
+        self._write()
+
+    def metric(self, name: str, value: Any) -> None:
+        """Reports one finite number."""
+        self.metrics[name] = record.finite(name, value)
+        print(name, self.metrics[name], flush=True)
+        self._write()
+
+    def missing(self, name: str, why: str) -> None:
+        """Reports that a number could not be had."""
+        self.absent[name] = why
+        print(f"{name}: absent: {why}", flush=True)
+        self._write()
+
+    def note(self, name: str, value: Any) -> None:
+        """Reports a fact that is no number."""
+        self.notes[name] = value
+        self._write()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Holds the devices: parts that run at once compile together and run one after the other."""
+        asked = time.monotonic()
+        with (self._path.parent / "turn.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._waited_s += time.monotonic() - asked
+            self.note("waited_s", round(self._waited_s, 1))
+            yield
+
+    def _write(self) -> None:
+        found = {"metrics": self.metrics, "absent": self.absent, "notes": self.notes}
+        record.write_atomic(self._path, record.dumps(found))
+
+
+def on_gpu() -> bool:
+    """Whether the devices are real."""
+    return jax.devices()[0].platform == "gpu"
+
+
+def compile_all(jobs: Mapping[Any, tuple[Any, tuple]]) -> dict[Any, Any]:
+    """Compiles ``name -> (jitted function, its arguments)`` at once: tracing in turn, XLA in threads.
+
+    A job that fails has its exception as its value.
+    """
+
+    def attempt(work: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return work(*args)
+        except Exception as error:  # one job of many: reported by whoever wants it
+            return error
+
+    lowered = {name: attempt(function.lower, *args) for name, (function, args) in jobs.items()}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        waiting = {
+            name: pool.submit(attempt, item.compile)
+            for name, item in lowered.items()
+            if hasattr(item, "compile")
+        }
+        return {name: waiting[name].result() if name in waiting else item for name, item in lowered.items()}
+
+
+def seconds(run: Callable[[], Any], repeats: int) -> tuple[float, float]:
+    """Median and spread (largest minus smallest) of the seconds of ``run``, after one that is not counted."""
+    jax.block_until_ready(run())
+    taken = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(run())
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken), max(taken) - min(taken)
+
+
+def mapped(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any = WHOLE) -> Any:
+    """``function`` on every rank, jitted."""
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    )
+
+
+def midsize(c: Mapping[str, Any]) -> ModelConfig:
+    """The model with its real widths, and few layers and experts."""
+    base = get_config(c["model"])
+    return dataclasses.replace(
+        base, num_layers=c["layers"], num_dense_layers=1, num_experts=c["experts"], vision=None
+    )
+
+
+def fill_params(config: ModelConfig, mesh: Mesh | None, seed: int, out: Findings) -> Any:
+    """INT4 parameters of plausible size, made on the devices from a hash of each position."""
+    flat, tree = jax.tree.flatten(
+        sharded.abstract_params(model_params.param_specs(config, "int4_group"), mesh)
+    )
+
+    def one(i: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        position = lax.iota(jnp.uint32, int(np.prod(leaf.shape))).reshape(leaf.shape)
+        mixed = (position ^ (position >> 15)) * jnp.uint32(2654435761) + jnp.uint32(seed * 977 + i)
+        if leaf.dtype == jnp.int4:
+            return ((mixed >> 28).astype(jnp.int8) - jnp.int8(8)).astype(jnp.int4)
+        unit = (mixed >> 8).astype(jnp.float32) * jnp.float32(2.0**-23) - 1.0  # in [-1, 1)
+        if len(leaf.shape) < 2 or leaf.shape[-1] < 2:
+            return (1.0 + 0.1 * unit).astype(leaf.dtype)
+        return (unit * jnp.float32((3.0 / leaf.shape[-1]) ** 0.5)).astype(leaf.dtype)
+
+    def everything() -> list[jax.Array]:
+        return [one(i, leaf) for i, leaf in enumerate(flat)]
+
+    shardings = [leaf.sharding for leaf in flat] if mesh is not None else None
+    program = jax.jit(everything, out_shardings=shardings).lower().compile()
+    with out.turn():
+        return jax.tree.unflatten(tree, jax.block_until_ready(program()))

@@ -1,0 +1,214 @@
+"""All-reduce of decode sizes: NCCL, XLA's own kernel and Mosaic, checked over thousands of calls, timed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from experiments.multi_gpu_parts.common import (
+    ON_CPU,
+    SPLIT,
+    WHOLE,
+    Findings,
+    compile_all,
+    mapped,
+    on_gpu,
+    seconds,
+)
+from kvmem.models import layers
+from kvmem.sharding.mesh import AXIS, make_mesh
+from pallas_kernels import allreduce as kernel
+
+Reduce = Callable[[jax.Array], jax.Array]
+
+
+def reducer(how: str, rows: int, width: int) -> Reduce:
+    """An all-reduce of bf16 [rows, width] for use inside shard_map; "mosaic" opens its workspace here."""
+    if how == "nccl":
+        return lambda x_TD: lax.psum(x_TD, AXIS)
+    if how == "mosaic_barrier":
+        return lambda x_TD: kernel.all_reduce(x_TD, AXIS)
+    if how == "mosaic":
+        space = kernel.open_workspace(AXIS, *kernel.tiling(rows * width, jnp.bfloat16), jnp.bfloat16)
+        return lambda x_TD: kernel.all_reduce(x_TD, AXIS, workspace=space)
+    raise ValueError(f"all-reduce {how!r}: one of nccl, mosaic, mosaic_barrier")
+
+
+def message(base: jax.Array, call: jax.Array) -> jax.Array:
+    """What a rank sends in a call: integers of -8 to 8 that change with every call; their sums are exact."""
+    return ((base + call) % 17 - 8).astype(jnp.bfloat16)
+
+
+def count_wrong(reduce: Reduce, base_NTD: jax.Array, calls: int) -> jax.Array:
+    """How many of ``calls`` all-reduces gave another sum than a rank computes alone, any element counting.
+
+    ``base_NTD`` i32 holds the bases of all ranks, the same everywhere. A sum of a former call, of too few
+    ranks, or of another place is off in almost every element.
+    """
+    me = lax.axis_index(AXIS)
+
+    def call(i: jax.Array, wrong: jax.Array) -> jax.Array:
+        got_TD = reduce(message(base_NTD[me], i)).astype(jnp.float32)
+        expected_TD = jnp.sum(message(base_NTD, i).astype(jnp.float32), axis=0)
+        return wrong + jnp.any(got_TD != expected_TD).astype(jnp.int32)
+
+    return lax.fori_loop(0, calls, call, jnp.zeros((), jnp.int32))
+
+
+def chain(reduce: Reduce, x_TD: jax.Array, ranks: int, calls: int) -> jax.Array:
+    """``calls`` all-reduces, each of what the last gave, with one small kernel in between every few dozen.
+
+    The values grow by ``ranks`` a call: from 2^-100 they stay finite for 200 doublings, then start again.
+    """
+    inner = 200 // max(1, ranks.bit_length() - 1)
+    start_TD = x_TD * jnp.bfloat16(2.0**-100)
+
+    def outer(_: jax.Array, last_TD: jax.Array) -> jax.Array:
+        fresh_TD = start_TD + jnp.bfloat16(0) * last_TD
+        return lax.fori_loop(0, inner, lambda _, y_TD: reduce(y_TD), fresh_TD)
+
+    return lax.fori_loop(0, -(-calls // inner), outer, start_TD)
+
+
+def chained_calls(ranks: int, calls: int) -> int:
+    """How many calls ``chain`` makes."""
+    inner = 200 // max(1, ranks.bit_length() - 1)
+    return inner * -(-calls // inner)
+
+
+def norm_step(how: str, rows: int, width: int) -> Callable:
+    """Sum, residual add and RMSNorm: one kernel ("mosaic") or NCCL and XLA ("nccl")."""
+    if how == "mosaic":
+        space = kernel.open_workspace(AXIS, rows, width, jnp.bfloat16)
+        return lambda x_TD, hidden_TD, weight_D: kernel.all_reduce_add_norm(
+            x_TD, hidden_TD, weight_D, AXIS, epsilon=1e-5, workspace=space
+        )
+
+    def separate(x_TD: jax.Array, hidden_TD: jax.Array, weight_D: jax.Array) -> tuple[jax.Array, jax.Array]:
+        hidden_TD = hidden_TD + lax.psum(x_TD, AXIS)
+        return hidden_TD, layers.rmsnorm(hidden_TD, weight_D, 1e-5)
+
+    return separate
+
+
+def norm_chain(how: str, x_TD: jax.Array, weight_D: jax.Array, calls: int) -> jax.Array:
+    """``calls`` fused steps, each on the normed output of the last; the residual is scaled to stay finite."""
+    run = norm_step(how, *x_TD.shape)
+    body = lambda _, carry: run(carry[1], x_TD, weight_D)  # noqa: E731
+    return lax.fori_loop(0, calls, body, (x_TD, x_TD))[1]
+
+
+def norm_error(how: str, base_NTD: jax.Array, weight_D: jax.Array, calls: int) -> jax.Array:
+    """Largest error of ``norm_step``'s normed output, in bf16 steps (2^-8) of the expected value.
+
+    Hidden values are integers, exact in bf16: another one counts as infinite error.
+    """
+    me = lax.axis_index(AXIS)
+    run = norm_step(how, *base_NTD.shape[1:])
+
+    def call(i: jax.Array, worst: jax.Array) -> jax.Array:
+        residual_TD = message(base_NTD[0] + 5, i)
+        hidden_TD, normed_TD = run(message(base_NTD[me], i), residual_TD, weight_D)
+        parts_NTD = message(base_NTD, i).astype(jnp.float32)
+        exact_TD = residual_TD.astype(jnp.float32) + jnp.sum(parts_NTD, axis=0)
+        scale_T1 = lax.rsqrt(jnp.mean(exact_TD * exact_TD, axis=1, keepdims=True) + 1e-5)
+        want_TD = exact_TD * scale_T1 * jnp.broadcast_to(weight_D, exact_TD.shape).astype(jnp.float32)
+        error_TD = jnp.abs(normed_TD.astype(jnp.float32) - want_TD) / (jnp.abs(want_TD) + 1e-30) * 256
+        exact = jnp.all(hidden_TD.astype(jnp.float32) == exact_TD)
+        return jnp.maximum(worst, jnp.where(exact, jnp.max(error_TD), jnp.inf))
+
+    return lax.fori_loop(0, calls, call, jnp.zeros((), jnp.float32))
+
+
+def allreduce(
+    config: Mapping[str, Any], out: Findings, hows: Sequence[str], label: str | None = None
+) -> None:
+    """Correctness over thousands of calls and the time of one, by size, for some ways to reduce.
+
+    The time of a call is that of a chain of calls in one program, over its length. ``label`` names the way in
+    the metrics where it is not ``how`` itself: NCCL's call compiled with another XLA flag is another kernel.
+    """
+    c, ranks = config["allreduce"], config["ranks"]
+    if "mosaic" in hows and not on_gpu():
+        for kib in c["kib"]:
+            out.missing(f"allreduce.n{ranks}.{kib}.mosaic.us", ON_CPU)
+        return
+    mesh = make_mesh(ranks)
+    jobs = {
+        (kib, how, kind): job
+        for kib in c["kib"]
+        for how in hows
+        if how in ("nccl", "mosaic") or kib in c["few_kib"]
+        for kind, job in _jobs(config, mesh, kib, how).items()
+    }
+    compiled = compile_all(jobs)
+    for (kib, how, kind), program in compiled.items():
+        name = f"allreduce.n{ranks}.{kib}.{label or how}"
+        if isinstance(program, Exception):
+            out.missing(f"{name}.{kind}", f"{type(program).__name__}: {program}".splitlines()[0][:300])
+            continue
+        with out.turn():
+            _report(out, name, kind, functools.partial(program, *jobs[kib, how, kind][1]), c, ranks)
+
+
+def _jobs(config: Mapping[str, Any], mesh: Mesh, kib: int, how: str) -> dict[str, tuple[Any, tuple]]:
+    """The checking and the timed program of one size and one way."""
+    c, ranks = config["allreduce"], config["ranks"]
+    rows, width = kib * 512 // c["width"], c["width"]
+    rng = np.random.default_rng([config["seed"], kib])
+    base_NTD = jnp.asarray(rng.integers(0, 17, (ranks, rows, width)), jnp.int32)
+    x_NTD = jnp.asarray(rng.standard_normal((ranks, rows, width)), jnp.bfloat16)
+    weight_D = jnp.asarray(1 + 0.1 * rng.standard_normal(width), jnp.bfloat16)
+    base_NTD, weight_D = jax.device_put((base_NTD, weight_D), NamedSharding(mesh, WHOLE))
+    x_NTD = jax.device_put(x_NTD, NamedSharding(mesh, SPLIT))
+    if how.endswith("_norm"):
+        way = how.removesuffix("_norm")
+
+        def check_norm(base_NTD: jax.Array, weight_D: jax.Array) -> jax.Array:
+            return norm_error(way, base_NTD, weight_D, c["check_calls"])[None]
+
+        def time_norm(x_1TD: jax.Array, weight_D: jax.Array) -> jax.Array:
+            return norm_chain(way, x_1TD[0], weight_D, c["time_calls"])
+
+        return {
+            "check": (mapped(mesh, check_norm, (WHOLE, WHOLE), SPLIT), (base_NTD, weight_D)),
+            "time": (mapped(mesh, time_norm, (SPLIT, WHOLE)), (x_NTD, weight_D)),
+        }
+
+    def check(base_NTD: jax.Array) -> jax.Array:
+        return count_wrong(reducer(how, rows, width), base_NTD, c["check_calls"])[None]
+
+    def timed(x_1TD: jax.Array) -> jax.Array:
+        return chain(reducer(how, rows, width), x_1TD[0], ranks, c["time_calls"])
+
+    return {
+        "check": (mapped(mesh, check, (WHOLE,), SPLIT), (base_NTD,)),
+        "time": (mapped(mesh, timed, (SPLIT,)), (x_NTD,)),
+    }
+
+
+def _report(
+    out: Findings, name: str, kind: str, run: Callable[[], Any], c: Mapping[str, Any], ranks: int
+) -> None:
+    if kind == "check":
+        worst = float(np.asarray(run()).max())
+        if name.endswith("_norm"):
+            out.metric(f"{name}.worst_bf16_steps", min(worst, 1e9))
+        else:
+            out.metric(f"{name}.wrong", int(worst))
+        out.metric(f"{name}.calls", c["check_calls"])
+    elif on_gpu():
+        calls = c["time_calls"] if name.endswith("_norm") else chained_calls(ranks, c["time_calls"])
+        median_s, spread_s = seconds(run, c["repeats"])
+        out.metric(f"{name}.us", median_s / calls * 1e6)
+        out.metric(f"{name}.spread_us", spread_s / calls * 1e6)
+    else:
+        jax.block_until_ready(run())
+        out.missing(f"{name}.us", ON_CPU)
