@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import shutil
 import zlib
 from collections.abc import Callable
 
@@ -36,8 +37,11 @@ def write(
     shards = directory.plan_shards(tensors, max_shard_bytes)
     partial = path.with_name(path.name + ".partial")
     value = _values(config, seed, checkpoint_format, {t.name: t for t in tensors if t.kind == "vision"})
-    directory.write(partial, to_hf(config, checkpoint_format), shards, value)
-    return partial.rename(path)
+    try:
+        directory.write(partial, to_hf(config, checkpoint_format), shards, value)
+        return partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # nothing half-written stays, whatever happened
 
 
 def _values(

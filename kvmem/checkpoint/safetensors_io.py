@@ -117,16 +117,18 @@ def write(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # data starts aligned, as the library writes it
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors:
-            array = np.asarray(value(tensor.name))
-            if (CODES.get(array.dtype), array.shape) != (tensor.dtype, tensor.shape):
-                raise ValueError(
-                    f"{tensor.name}: got {array.dtype} {array.shape}, announced {tensor.dtype} {tensor.shape}"
-                )
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for tensor in tensors:
+                array = np.asarray(value(tensor.name))
+                if (CODES.get(array.dtype), array.shape) != (tensor.dtype, tensor.shape):
+                    announced = f"announced {tensor.dtype} {tensor.shape}"
+                    raise ValueError(f"{tensor.name}: got {array.dtype} {array.shape}, {announced}")
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # nothing half-written stays, whatever happened
     return end

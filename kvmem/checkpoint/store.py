@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import shutil
 from typing import Any, get_args
 
 import jax
@@ -25,11 +26,16 @@ def save(path: str | pathlib.Path, config: ModelConfig, weights: Weights, loaded
     path = pathlib.Path(path).absolute()
     if path.exists():
         raise ValueError(f"{path}: exists already")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / "params", loaded)
-    extra = {name: getattr(config, name) for name in _EXTRA}
-    record.write_atomic(path / "config.json", record.dumps(hf_config.to_hf(config, "bf16")))
-    record.write_atomic(path / "kvmem.json", record.dumps({"weights": weights, **extra}))
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(partial / "params", loaded)
+        extra = {name: getattr(config, name) for name in _EXTRA}
+        record.write_atomic(partial / "config.json", record.dumps(hf_config.to_hf(config, "bf16")))
+        record.write_atomic(partial / "kvmem.json", record.dumps({"weights": weights, **extra}))
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # nothing half-written stays, whatever happened
 
 
 def restore(
@@ -41,7 +47,7 @@ def restore(
     """
     path = pathlib.Path(path).absolute()
     if not (path / "kvmem.json").exists():
-        raise ValueError(f"{path}: no saved parameters (kvmem.json, which is written last, is missing)")
+        raise ValueError(f"{path}: no saved parameters (kvmem.json is missing)")
     extra: dict[str, Any] = json.loads((path / "kvmem.json").read_text())
     weights = extra.pop("weights")
     if weights not in get_args(Weights) or set(extra) != set(_EXTRA):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvmem.checkpoint import fixture, hf
+from kvmem.checkpoint import fixture, hf, stored
 from kvmem.checkpoint.directory import INDEX, SINGLE, CheckpointDirectory
 from kvmem.models import get_config
 
@@ -250,6 +250,16 @@ def test_load_nvfp4_is_counted_but_not_read(copied):
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(NotImplementedError, match="nvfp4"):
         hf.load(directory, "fp8_block")
+
+
+def test_fixture_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stored, "encode", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fixture.write(tmp_path / "x", get_config("kimi_tiny_tp8"), 0, "kimi_int4")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_fixture_into_an_existing_directory_is_refused(checkpoints):

@@ -24,6 +24,16 @@ def test_save_over_something_is_refused(tmp_path):
         store.save(tmp_path, get_config("kimi_tiny_tp8"), "bf16", {})
 
 
+def test_save_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store.record, "write_atomic", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(tmp_path / "x", get_config("kimi_tiny_tp8"), "bf16", {"embed": np.zeros((3, 4))})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_restore_incomplete_or_contradicting_directory_is_refused(checkpoints, tmp_path):
     with pytest.raises(ValueError, match="no saved parameters"):
         store.restore(tmp_path)
