@@ -67,6 +67,8 @@ def run_part(part: str, config: ConfigDict, directory: pathlib.Path, deadline: f
     flags = environment.get("XLA_FLAGS", "")
     if environment.get("JAX_PLATFORMS") == "cpu" and "device_count" not in flags:
         flags += " --xla_force_host_platform_device_count=8"
+    if config.at_once > 1:  # autotuning would run on the devices while it is another part's turn
+        flags += " --xla_gpu_autotune_level=0"
     if part == "xla_oneshot":
         flags += " --xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true"
     environment["XLA_FLAGS"] = flags.strip()

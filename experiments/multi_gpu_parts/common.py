@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
+import os
 import pathlib
 import statistics
 import time
@@ -36,7 +37,10 @@ class Findings:
         self._waited_s = 0.0
         self.metrics: dict[str, record.Number] = {}
         self.absent: dict[str, str] = {}
-        self.notes: dict[str, Any] = {"devices": [str(d) for d in jax.devices()]}
+        self.notes: dict[str, Any] = {
+            "devices": [str(d) for d in jax.devices()],
+            "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        }
         self._write()
 
     def metric(self, name: str, value: Any) -> None:

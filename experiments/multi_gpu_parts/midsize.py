@@ -29,11 +29,18 @@ from kvmem.engine import step
 from kvmem.engine.step import PoolState, StepConfig
 from kvmem.models import decoder, sharded
 from kvmem.models import params as model_params
+from kvmem.models.attention import Implementation
 from kvmem.models.config import ModelConfig
+from kvmem.models.layers import Reduction
 from kvmem.sharding.mesh import AXIS, make_mesh
 
 RAN, TOKEN = step.Outcome._fields.index("ran"), step.Outcome._fields.index("token")
 PAGE_SIZE = 64
+VARIANTS: tuple[tuple[Implementation, Reduction], ...] = (
+    ("xla", "nccl"),
+    ("mosaic", "nccl"),
+    ("mosaic", "mosaic"),
+)
 
 
 def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, int, int]]:
@@ -54,7 +61,7 @@ def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, int, int]]:
 def mid_step(config: Mapping[str, Any], out: Findings) -> None:
     """The engine's decode step on n ranks: time, collectives by scope and size, and the status reduction.
 
-    Measured with NCCL's all-reduce and, on GPUs, with the one-shot kernel.
+    Measured in plain JAX with NCCL's all-reduce and, on GPUs, with the INT4 kernel and either all-reduce.
     """
     c, ranks = config["step"], config["ranks"]
     model, mesh = midsize(c), make_mesh(ranks)
@@ -66,20 +73,30 @@ def mid_step(config: Mapping[str, Any], out: Findings) -> None:
     weights = fill_params(model, mesh, config["seed"], out)
     jobs: dict[Any, Any] = {}
     for rows, state in states.items():
-        for reduction in ("nccl", "mosaic") if on_gpu() else ("nccl",):
-            plan = StepConfig(model=model, rows=rows, columns=columns, axis=AXIS, reduction=reduction)
+        for implementation, reduction in VARIANTS if on_gpu() else VARIANTS[:1]:
+            plan = StepConfig(
+                model=model,
+                rows=rows,
+                columns=columns,
+                axis=AXIS,
+                implementation=implementation,
+                reduction=reduction,
+            )
             decode: Any = step.compile_step("decode", plan, mesh, entries)
-            jobs[rows, reduction] = decode, (weights, state, jax.device_put(jnp.ones(rows, bool), whole))
+            jobs[rows, f"{implementation}_{reduction}"] = (
+                decode,
+                (weights, state, jax.device_put(jnp.ones(rows, bool), whole)),
+            )
     first = c["rows"][0]
-    decode, args = jobs[first, "nccl"]
+    decode, args = jobs[first, "xla_nccl"]
     _count(out, f"step.n{ranks}.rows{first}", decode.trace(*args).jaxpr)
     tokens = {}
-    for (rows, reduction), program in compile_all(jobs).items():
-        label = f"step.n{ranks}.rows{rows}.{reduction}"
+    for (rows, variant), program in compile_all(jobs).items():
+        label = f"step.n{ranks}.rows{rows}.{variant}"
         if isinstance(program, Exception):
             out.missing(f"{label}.us", f"{type(program).__name__}: {program}".splitlines()[0][:300])
             continue
-        _, state, run_B = jobs[rows, reduction][1]
+        _, state, run_B = jobs[rows, variant][1]
         state = jax.tree.map(jnp.copy, state)  # a step takes its state by donation
         holder, seen = [state], []  # type: ignore[var-annotated]
 
@@ -94,7 +111,7 @@ def mid_step(config: Mapping[str, Any], out: Findings) -> None:
         with out.turn():
             median_s, spread_s = seconds(steps, c["repeats"])
             last = np.asarray(seen[-1])
-            tokens[rows, reduction] = [np.asarray(outcome)[TOKEN] for outcome in seen]
+            tokens[rows, variant] = [np.asarray(outcome)[TOKEN] for outcome in seen]
         out.metric(f"{label}.alive", int(last[RAN].sum()))
         if on_gpu():
             out.metric(f"{label}.us", median_s / c["steps"] * 1e6)
@@ -102,10 +119,10 @@ def mid_step(config: Mapping[str, Any], out: Findings) -> None:
         else:
             out.missing(f"{label}.us", ON_CPU)
     for rows in c["rows"]:
-        if {(rows, "nccl"), (rows, "mosaic")} <= set(tokens):
-            pairs = zip(tokens[rows, "nccl"], tokens[rows, "mosaic"], strict=True)
+        if {(rows, "mosaic_nccl"), (rows, "mosaic_mosaic")} <= set(tokens):
+            pairs = zip(tokens[rows, "mosaic_nccl"], tokens[rows, "mosaic_mosaic"], strict=True)
             same = np.mean([np.mean(one == other) for one, other in pairs])
-            out.metric(f"step.n{ranks}.rows{rows}.mosaic.tokens_as_nccl", float(same))
+            out.metric(f"step.n{ranks}.rows{rows}.mosaic_mosaic.tokens_as_nccl", float(same))
         if on_gpu():
             with out.turn():
                 agree_s = time_agreement(mesh, rows, c["repeats"])

@@ -152,7 +152,10 @@ def allreduce(
     for (kib, how, kind), program in compiled.items():
         name = f"allreduce.n{ranks}.{kib}.{label or how}"
         if isinstance(program, Exception):
-            out.missing(f"{name}.{kind}", f"{type(program).__name__}: {program}".splitlines()[0][:300])
+            out.missing(
+                f"{name}.{'us' if kind == 'time' else 'wrong'}",
+                f"{type(program).__name__}: {program}".splitlines()[0][:300],
+            )
             continue
         with out.turn():
             _report(out, name, kind, functools.partial(program, *jobs[kib, how, kind][1]), c, ranks)

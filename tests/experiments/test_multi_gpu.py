@@ -123,8 +123,8 @@ def test_step_part_counts_collectives_and_keeps_rows_alive(out):
     assert out.metrics[f"{label}.collectives.mlp_sum.calls"] == layers
     assert out.metrics[f"{label}.collectives.mlp_sum.bytes"] == 2 * 64 * 4  # f32 [rows, D]
     assert out.metrics[f"{label}.collectives.integrity.calls"] > 0
-    assert out.metrics[f"{label}.nccl.alive"] == 2
-    assert out.absent[f"{label}.nccl.us"] == common.ON_CPU
+    assert out.metrics[f"{label}.xla_nccl.alive"] == 2
+    assert out.absent[f"{label}.xla_nccl.us"] == common.ON_CPU
 
 
 def test_handover_part_moves_the_bytes_and_refuses_late_and_lost(out):
