@@ -22,7 +22,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m experiments.reproduce --config=configs/reproduce.py:quick --workdir=runs/demo-$$(date -u +%Y%m%dT%H%M%SZ)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 test-aot: $(VENV)/.installed-aot
 	$(BIN)/python -m pytest -n 2 -m aot $(PYTEST_ARGS)

@@ -14,7 +14,10 @@ SHORT += ["--config.models=('kimi_tiny_tp8',)"]
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory):
-    """Runs the main job as a user does; returns the finished process and its record's path."""
+    """Runs the main job as a user does; returns the finished process and its record's path.
+
+    Tests that use it carry ``xdist_group("demo")``, so that one worker runs it once.
+    """
     workdir = tmp_path_factory.mktemp("demo") / "run"
     command = [sys.executable, "-m", "experiments.reproduce", "--config=configs/reproduce.py:quick"]
     done = subprocess.run(

@@ -9,6 +9,7 @@ from experiments import aggregate
 NOTEBOOKS = aggregate.ROOT / "experiments" / "notebooks"
 
 
+@pytest.mark.xdist_group("demo")
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.py")), ids=lambda p: p.stem)
 def test_notebook_runs_from_top_to_bottom(path: pathlib.Path, demo_record, monkeypatch):
     monkeypatch.setenv("KVMEM_RECORD", str(demo_record))

@@ -74,6 +74,7 @@ def test_figures_are_png_and_depend_on_their_data():
     assert figures.by_concurrency({"x": {1: [1.0], 4: [2.0, 3.0]}}, "y", "t", zero=True)[:4] == png
 
 
+@pytest.mark.xdist_group("demo")
 def test_main_job_ends_with_its_record_and_a_whole_directory(demo):
     done, path = demo
     found = record.read(path)
@@ -90,6 +91,7 @@ def test_main_job_ends_with_its_record_and_a_whole_directory(demo):
     assert report.TINY in text
 
 
+@pytest.mark.xdist_group("demo")
 def test_main_job_never_sets_a_tiny_rate_beside_a_published_number(demo_record):
     found = record.read(demo_record)
     rates = {v for k, v in found["metrics"].items() if k.startswith("tiny.")}
@@ -108,6 +110,7 @@ def _stops_the_victim_alone(metrics, model):
     assert metrics[f"tiny.{model}.fault.tokens_wrong_with_check_off"] > 0
 
 
+@pytest.mark.xdist_group("demo")
 def test_main_job_stops_the_request_with_the_stale_mapping_alone(demo_record):
     _stops_the_victim_alone(record.read(demo_record)["metrics"], "kimi_tiny_tp8")
 
