@@ -113,13 +113,13 @@ def _layers(found: dict[str, Found]) -> dict[str, Found]:
             cache, rows = match[1], int(match[2])
             step_us = layers * layer.value + (2 * layers + 3) * ALL_REDUCE_US
             note = (
-                f"estimate: {layers} x the layer's time + {2 * layers + 3} all-reduces of "
+                f"{layers} x the layer's time + {2 * layers + 3} all-reduces of "
                 f"{ALL_REDUCE_US:g} us; context 2,048; embedding, head, sampling and indexer left out"
             )
             arm = cache if short == "kimi" else "w_int4"
             if short == "kimi" or cache == "fp8":  # GLM's INT4 rows ran on an 8-bit cache
                 name = f"decode.{model}.{arm}.c{rows}.tok_s"
-                derived[name] = Found(1e6 * rows / step_us, layer.how, layer.record, note)
+                derived[name] = Found(1e6 * rows / step_us, layer.how, layer.record, note, estimated=True)
             other = found.get(f"layer.{short}.bf16.b{rows}.us")
             if cache == "fp8" and other and other.record == layer.record:
                 ratio = f"layer.{model}.fp8_over_bf16.c{rows}"

@@ -12,17 +12,21 @@ TABLE = pathlib.Path(__file__).with_name("claims.md")
 How = Literal[
     "arithmetic", "CPU mesh", "rank slice on one H200", "some GPUs", "8 GPUs", "proxy model", "not yet"
 ]
-Status = Literal["matches", "differs", "contradicted", "measured", "open"]
+Status = Literal["matches", "differs", "contradicted", "measured", "estimated", "open"]
 COLUMNS = ["id", "published", "within", "unit", "metric", "open", "note"]
 
 
 class Found(NamedTuple):
-    """A metric, how it was obtained, and the record it was read from (None: the run that asks)."""
+    """A metric, how it was obtained, and the record it was read from (None: the run that asks).
+
+    ``estimated``: measured parts were put together with stated costs for what was not run.
+    """
 
     value: float
     how: How
     record: str | None = None
     note: str = ""
+    estimated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +57,14 @@ class Claim:
     def settle(self, found: Found | None) -> dict[str, Any]:
         """Returns the row of a record's ``claims``.
 
-        Only arithmetic can match or differ: a measurement on other hardware is set beside the published
-        number (``measured``) and no more is said.
+        Only arithmetic can match or differ: a measurement on other hardware, or what was put together from
+        measured parts, is set beside the published number (``measured``, ``estimated``) and no more is said.
         """
         row: dict[str, Any] = {"id": self.id, "published": self.published, "ours": None, "unit": self.unit}
         if found is None:
             why = "; ".join(text for text in (self.open, self.note) if text)
             return row | {"how": "not yet", "status": "open", "why": why, "record": None}
-        status: Status = "measured"
+        status: Status = "estimated" if found.estimated else "measured"
         if found.how == "arithmetic" and self.published is not None:
             near = self.within is not None and abs(found.value - self.published) <= self.within
             status = "matches" if near else "contradicted" if self.within is None else "differs"

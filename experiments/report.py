@@ -15,7 +15,8 @@ HEAD = """# Published beside rerun
 Command `{command}`, commit `{sha}`{dirty}, weights {weights}.
 
 {tally}. `matches` and `differs` are for what arithmetic settles; `measured` sets a number from other hardware
-beside the published one and claims no more; `contradicted` is what the account's own numbers do not bear out.
+beside the published one and claims no more; `estimated` puts measured parts together with stated costs for
+what was not run; `contradicted` is what the account's own numbers do not bear out.
 """
 FORENSICS = """## The published scores, as counts
 
