@@ -93,3 +93,17 @@ def faults(metrics: Metrics) -> str:
         if (detector, "page_checks") in clean
     ]
     return "\n\n".join([*parts, " ".join(lines)]) if lines else parts[0]
+
+
+def several_gpus(metrics: Metrics) -> str:
+    """All-reduce by message size and way, and whether tokens and dropped rows agree between ranks."""
+    parts = []
+    calls = _named(metrics, r"allreduce\.(n\d+)\.(\d+)\.(\w+)\.us")
+    if calls:
+        by: dict[tuple[str, ...], float]
+        by = {(way, ranks[1:], kib): value for (ranks, kib, way), value in calls.items()}
+        table = _pivot(("GPUs", "KiB"), by, sorted({key[0] for key in by}))
+        parts.append(f"All-reduce inside one program, us:\n\n{table}")
+    facts = _named(metrics, r"(tp\d+\.\w+\.tokens_equal|rank_agreement\.same_step|handover\.us_per_token)")
+    parts += [f"`{name}` {tables.number(value)}." for (name,), value in facts.items()]
+    return "\n\n".join(parts)

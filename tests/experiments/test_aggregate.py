@@ -168,3 +168,17 @@ def test_faults_table_sums_trials_over_models_and_pages():
     text = result_tables.faults(metrics)
     assert "| A1_freed | 0/10, 8 wrong | 10/10 | 10/10 |" in text
     assert "tags: 0 false positives in 100,000 clean operations and 3,000,000,000 page checks." in text
+
+
+def test_several_gpus_table_has_a_column_a_way_and_the_facts():
+    metrics = {
+        "allreduce.n2.14.nccl.us": 22.1,
+        "allreduce.n2.14.mosaic.us": 5.25,
+        "allreduce.n2.896.nccl.us": 29,
+    }
+    metrics |= {"tp2.kimi_tiny_tp8.tokens_equal": 1, "allreduce.n2.14.nccl.spread_us": 1}
+    text = result_tables.several_gpus(metrics)
+    assert "| GPUs | KiB | mosaic | nccl |" in text
+    assert "| 2 | 14 | 5.2 | 22.1 |" in text
+    assert "| 2 | 896 | – | 29.0 |" in text
+    assert "`tp2.kimi_tiny_tp8.tokens_equal` 1." in text
