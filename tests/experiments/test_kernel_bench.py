@@ -1,0 +1,69 @@
+"""The kernel benchmark without a GPU: its contract catches a wrong kernel, and it refuses to time a CPU."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import kernel_bench as kernel_bench_config
+from experiments import bench_mla, kernel_bench
+from pallas_kernels import xla
+
+
+def _plain(layout, q, pool, layer, table, length, num_new=None, *, damage=lambda out: out, **_):
+    scale = bench_mla.FLAT_SCALE if layout == "fp8_flat" else None
+    options = {"softmax_scale": bench_mla.SOFTMAX_SCALE, "layout": layout, "scale": scale}
+    out, lse = xla.mla_decode(q, pool, layer, table, length, num_new_B=num_new, **options)
+    return damage(out), lse
+
+
+@pytest.fixture(autouse=True)
+def _short_rows(monkeypatch):
+    monkeypatch.setattr(bench_mla, "CONTRACT_LENGTHS", (0, 1, 65, 130))
+
+
+def test_contract_right_operation_passes(monkeypatch):
+    monkeypatch.setattr(bench_mla, "attend", _plain)
+    assert bench_mla.contract("fp8_656", 2, 3) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        jnp.zeros_like,
+        lambda out: out * 1.01,
+        lambda out: jnp.roll(out, 1, axis=-1),
+        lambda out: out + jnp.nan,
+    ],
+    ids=["zeros", "scaled", "shifted", "nan"],
+)
+def test_contract_wrong_operation_raises(monkeypatch, damage):
+    monkeypatch.setattr(bench_mla, "attend", functools.partial(_plain, damage=damage))
+    with pytest.raises(RuntimeError, match="contract of mla_decode bf16 t1 h3"):
+        bench_mla.contract("bf16", 1, 3)
+
+
+def test_worst_row_error_nan_is_infinite():
+    want = np.ones((2, 3))
+    assert bench_mla.worst_row_error(np.array([[1, 1, np.nan], [1, 1, 1]]), want) == np.inf
+    assert bench_mla.worst_row_error(want, want) == 0.0
+
+
+def test_job_variant_has_a_name_of_its_own():
+    plain = bench_mla.Job("fp8_flat", 8, 64, 8192)
+    variant = bench_mla.Job("fp8_flat", 8, 64, 8192, (("words", 4),))
+    assert plain.name == "mla_decode.fp8_flat.h8.b64.l8192"
+    assert variant.name == plain.name + ".words4"
+    assert (plain.config.words, variant.config.words) == (1, 4)
+
+
+def test_get_config_unknown_part_is_refused():
+    with pytest.raises(ValueError, match="argument 'mlp'"):
+        kernel_bench_config.get_config("mlp")
+    assert set(kernel_bench_config.get_config().parts) == set(kernel_bench.PARTS)
+
+
+def test_body_without_gpu_is_refused():
+    with pytest.raises(NotImplementedError, match="backend cpu"):
+        kernel_bench.body(kernel_bench_config.get_config("quick"), None)
