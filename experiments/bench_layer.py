@@ -63,6 +63,8 @@ def all_weights(model: ModelConfig, seed: int) -> tuple:
 
 
 def _matmul(x, w):
+    if x.shape[0] == 1:  # XLA streams weights faster as a reduction than as a matrix product
+        return jnp.sum(x.astype(jnp.float32) * w.astype(jnp.float32), axis=1)[None]
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
@@ -113,6 +115,7 @@ def layer_step(model: ModelConfig, layout: str, y, x, values, w, stacks, table, 
         a = _normed_matmul(x, w["qkv_a"]).astype(jnp.bfloat16)
         q = _normed_matmul(a[:, :q_rank], w["q_b"]).astype(jnp.bfloat16).reshape(rows, -1, nope + rope)
         q_latent = jnp.einsum("bhn,hnl->bhl", q[..., :nope], w["w_uk"])
+        q_latent = lax.optimization_barrier(q_latent)  # else one slow loop with the concatenation
         query = jnp.concatenate([q_latent, _rope(q[..., nope:], angle)], axis=-1)[:, None]
         parts = [_norm(a[:, q_rank : q_rank + latent]), _rope(a[:, q_rank + latent :], angle)]
         cached = jnp.concatenate(parts, axis=1)

@@ -1,10 +1,13 @@
-"""Sort the slots (token, chosen expert) of a batch by expert and cut them into blocks, without a sort."""
+"""Sort the slots (token, chosen expert) of a batch by expert and cut them into blocks."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int32
+
+PAIRS = 8192  # slots up to which comparing all pairs beats a sort (20 against 38 us)
 
 
 class Routing(NamedTuple):
@@ -28,7 +31,7 @@ def num_blocks(slots: int, num_experts: int, tokens: int) -> int:
 
 
 def route(expert_TK: Int32[Array, "T K"], layer: Array | int, *, num_experts: int, tokens: int) -> Routing:
-    """Sort slots by expert and cut them into blocks, without a sort: a few reductions over (slots, slots)."""
+    """Sort slots by expert and cut them into blocks; up to thousands of slots with reductions only."""
     rows, choices = expert_TK.shape
     slots = rows * choices
     layer = jnp.asarray(layer, jnp.int32)
@@ -65,30 +68,25 @@ def _route_by_slot(expert_TK, first_expert, blocks, num_experts, tokens):
     return token, position, block
 
 
-def _route_by_expert(expert_TK, first_expert, blocks, num_experts, tokens, run=64):
-    """Reductions over (tokens, experts), in runs of tokens: for many slots."""
-    rows, choices = expert_TK.shape
+def _route_by_expert(expert_TK, first_expert, blocks, num_experts, tokens):
+    """Reductions over (experts, slots), and over pairs of slots until a sort is faster: for many slots."""
+    choices = expert_TK.shape[1]
+    expert = expert_TK.reshape(-1)
+    slot = jnp.arange(expert.size, dtype=jnp.int32)
     which = jnp.arange(num_experts, dtype=jnp.int32)
-    chosen_TE = jnp.any(expert_TK[:, :, None] == which[None, None, :], axis=1)
-    padded = jnp.pad(chosen_TE, ((0, -rows % run), (0, 0))).reshape(-1, run, num_experts)
-    place = jnp.arange(run, dtype=jnp.int32)
-    earlier = (place[None, :] < place[:, None])[None, :, :, None]
-    inside = jnp.sum(padded[:, None, :, :] & earlier, axis=2, dtype=jnp.int32)
-    each = jnp.sum(padded, axis=1, dtype=jnp.int32)
-    index = jnp.arange(each.shape[0], dtype=jnp.int32)
-    ahead = jnp.sum(
-        jnp.where((index[None, :] < index[:, None])[..., None], each[None], 0), axis=1, dtype=jnp.int32
-    )
-    rank_TE = (inside + ahead[:, None, :]).reshape(-1, num_experts)
-    rank = jnp.take_along_axis(rank_TE[:rows], expert_TK, axis=1).reshape(-1)
-    count_E = jnp.sum(each, axis=0, dtype=jnp.int32)
+    count_E = jnp.sum(expert[None, :] == which[:, None], axis=1, dtype=jnp.int32)
     before = which[None, :] < which[:, None]
     first_E = jnp.sum(jnp.where(before, count_E[None, :], 0), axis=1, dtype=jnp.int32)
     blocks_E = (count_E + (tokens - 1)) // tokens
     block_E = jnp.sum(jnp.where(before, blocks_E[None, :], 0), axis=1, dtype=jnp.int32)
-    position = first_E[expert_TK.reshape(-1)] + rank
-    slot = jnp.arange(position.size, dtype=jnp.int32)
-    token = jnp.zeros_like(slot).at[position].set(slot // choices, unique_indices=True)
+    if expert.size <= PAIRS:
+        earlier = (expert[None, :] == expert[:, None]) & (slot[None, :] < slot[:, None])
+        position = first_E[expert] + jnp.sum(earlier, axis=1, dtype=jnp.int32)
+        token = jnp.zeros_like(slot).at[position].set(slot // choices, unique_indices=True)
+    else:
+        _, order = lax.sort((expert, slot), num_keys=1, is_stable=True)
+        position = jnp.zeros_like(slot).at[order].set(slot, unique_indices=True)
+        token = order // choices
     index = jnp.arange(blocks, dtype=jnp.int32)
     owner = jnp.sum(block_E[None, :] <= index[:, None], axis=1, dtype=jnp.int32) - 1
     done = (index - block_E[owner]) * tokens
