@@ -24,6 +24,7 @@ def get_config(arg: str = "") -> ConfigDict:
             "page_sizes": (4,) if quick else (4, 64),
             "faults": (),  # all of kvmem.evaluate.faults
             "trials": 4 if quick else 10,
+            "processes": 2,
             "requests": 3,
             "new_tokens": 10,
             "seed": 2026,

@@ -13,7 +13,9 @@ are random.
 """
 
 import dataclasses
+import multiprocessing
 import statistics
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -73,12 +75,22 @@ def body(config: ConfigDict, recorder: Recorder) -> None:
     if unknown:
         raise ValueError(f"faults {unknown} are not among {sorted(faults.BY_NAME)}")
     chosen = [fault for fault in faults.CLASSES if not config.faults or fault.name in config.faults]
+    sections = [(name, page) for name in config.models for page in config.page_sizes]
     wrong: list[str] = []
-    tables = [
-        _cell(config, recorder, chosen, name, page, wrong)
-        for name in config.models
-        for page in config.page_sizes
-    ]
+    tables = []
+    settings = config.to_dict()
+    with futures.ProcessPoolExecutor(config.processes, multiprocessing.get_context("spawn")) as workers:
+        cells = {
+            (name, page, detector): workers.submit(run_cell, settings, name, page, detector)
+            for name, page in sections
+            for detector in DETECTORS
+        }
+        for name, page in sections:
+            outcomes = {
+                d: recorder.stage(f"{name}.p{page}.{d}", cells[name, page, d].result)
+                for d in launch.progress(DETECTORS, f"{name} p{page}")
+            }
+            tables.append(_section(config, recorder, chosen, f"{name}.p{page}", outcomes, wrong))
     if config.clean_operations:
         tables.append(_clean(config, recorder))
     text = "\n\n".join(tables) + "\n"
@@ -88,44 +100,54 @@ def body(config: ConfigDict, recorder: Recorder) -> None:
         raise RuntimeError(f"detectors did not do what is claimed of them: {wrong}")
 
 
-def _cell(
-    config: ConfigDict, recorder: Recorder, chosen: list[FaultClass], name: str, page: int, wrong: list[str]
-) -> str:
-    """All faults and detectors with one model and page size."""
+def run_cell(settings: dict[str, Any], name: str, page: int, detector: str) -> dict[str, list[dict]]:
+    """Plants every chosen fault in an engine with one model, page size and detector; outcomes by fault."""
     model = models.get_config(name)
-    formats = default_formats(model.family)
     weights: dict[str, Any] = {
-        phase: params.init_params(model, form.weights, config.weights_seed) for phase, form in formats.items()
+        phase: params.init_params(model, form.weights, settings["weights_seed"])
+        for phase, form in default_formats(model.family).items()
     }
-    requests = make_requests(config.requests, page, model.vocab_size, config.seed + 1, config.new_tokens)
+    count, tokens = settings["requests"], settings["new_tokens"]
+    requests = make_requests(count, page, model.vocab_size, settings["seed"] + 1, tokens)
+    shape = engine_config(model.family, page, detector)
+    clean = faults.clean_tokens(Engine(model, weights, shape), requests)
+    found: dict[str, list[dict]] = {}
+    for number, fault in enumerate(faults.CLASSES):
+        if settings["faults"] and fault.name not in settings["faults"]:
+            continue
+        seeds = [settings["seed"] + 1000 * number + turn for turn in range(settings["trials"])]
+        outcomes = [faults.trial(Engine(model, weights, shape), requests, fault, s, clean) for s in seeds]
+        found[fault.name] = [dataclasses.asdict(outcome) for outcome in outcomes if outcome.injected]
+    return found
+
+
+def _section(
+    config: ConfigDict,
+    recorder: Recorder,
+    chosen: list[FaultClass],
+    where: str,
+    found: dict[str, dict[str, list[dict]]],
+    wrong: list[str],
+) -> str:
+    """Records all faults and detectors with one model and page size, and holds them to what is claimed."""
     lines = [
-        f"### {name}, pages of {page} tokens, {config.trials} trials a cell",
+        f"### {where}, {config.trials} trials a cell",
         "",
         "| fault | level | " + " | ".join(DETECTORS) + " |",
         "|---|---|" + "---|" * len(DETECTORS),
     ]
-    cells: dict[tuple[str, str], str] = {}
-    for detector in DETECTORS:
-        shape = engine_config(model.family, page, detector)
-        clean = faults.clean_tokens(Engine(model, weights, shape), requests)
-        for number, fault in enumerate(launch.progress(chosen, f"{name} p{page} {detector}")):
-            seeds = [config.seed + 1000 * number + t for t in range(config.trials)]
-            outcomes = [
-                faults.trial(Engine(model, weights, shape), requests, fault, seed, clean) for seed in seeds
-            ]
-            outcomes = [outcome for outcome in outcomes if outcome.injected]
-            key = f"{fault.name}.{name}.p{page}.{detector}"
-            cells[fault.name, detector] = _record(recorder, key, outcomes, fault)
-            seen = sum(outcome.detected for outcome in outcomes)
-            claimed = fault.seen[detector]
+    for fault in chosen:
+        cells = []
+        for detector in DETECTORS:
+            key = f"{fault.name}.{where}.{detector}"
+            outcomes = [Outcome(**outcome) for outcome in found[detector][fault.name]]
+            cells.append(_record(recorder, key, outcomes, fault))
+            seen, claimed = sum(outcome.detected for outcome in outcomes), fault.seen[detector]
             if outcomes and claimed is not None and seen != claimed * len(outcomes):
                 wrong.append(f"{key}: {seen} of {len(outcomes)} detected")
-            if detector != "off" and claimed and any(o.collateral for o in outcomes):
+            if detector != "off" and claimed and any(outcome.collateral for outcome in outcomes):
                 wrong.append(f"{key}: collateral damage")
-    lines += [
-        f"| {fault.name} | {fault.level} | " + " | ".join(cells[fault.name, d] for d in DETECTORS) + " |"
-        for fault in chosen
-    ]
+        lines.append(f"| {fault.name} | {fault.level} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
