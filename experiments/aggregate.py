@@ -143,16 +143,27 @@ def _source(item: Committed) -> str:
     return f"From `{item.path}`: commit {sha}{note}, {kinds}, {item.how}."
 
 
-def _claims_table(item: Committed) -> str:
-    rows = item.record["claims"]
+def _claims_table(items: list[Committed]) -> str:
+    rows = items[-1].record["claims"]
     return f"{tables.tally(rows)}.\n\n{tables.settled(rows)}"
 
 
-# What may stand between markers: the launcher whose newest record it is made of, and how.
-TABLES: dict[str, tuple[str, Callable[[Committed], str]]] = {
-    "claims": ("reproduce", _claims_table),
-    "kernels": ("kernel_bench", lambda item: result_tables.kernels(item.record["metrics"])),
-    "faults": ("detection_matrix", lambda item: result_tables.faults(item.record["metrics"])),
+class Table(NamedTuple):
+    """What may stand between markers: of which launcher, how it is rendered, from which of its records."""
+
+    kind: str
+    render: Callable[[list[Committed]], str]
+    every: bool = False  # parts of one result, run one by one; else the newest alone
+
+
+def _metrics(items: list[Committed]) -> dict[str, Any]:
+    return {name: value for item in items for name, value in item.record["metrics"].items()}
+
+
+TABLES: dict[str, Table] = {
+    "claims": Table("reproduce", _claims_table),
+    "kernels": Table("kernel_bench", lambda items: result_tables.kernels(_metrics(items))),
+    "faults": Table("detection_matrix", lambda items: result_tables.faults(_metrics(items)), every=True),
 }
 
 
@@ -165,9 +176,12 @@ def fill(text: str, root: pathlib.Path = RESULTS) -> str:
     def table(match: re.Match[str]) -> str:
         if match[1] not in TABLES:
             raise ValueError(f"table {match[1]!r}: one of {sorted(TABLES)}")
-        kind, render = TABLES[match[1]]
-        item = newest(kind, root)
-        return f"<!-- table:{match[1]} -->\n{_source(item)}\n\n{render(item)}\n<!-- end -->"
+        kind, render, every = TABLES[match[1]]
+        items = [newest(kind, root)]
+        if every:
+            items = [item for item in committed(root) if item.kind == kind]
+        sources = " ".join(map(_source, items))
+        return f"<!-- table:{match[1]} -->\n{sources}\n\n{render(items)}\n<!-- end -->"
 
     return re.sub(r"<!-- table:(\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
 

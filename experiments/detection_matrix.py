@@ -13,8 +13,10 @@ are random.
 """
 
 import dataclasses
+import io
 import multiprocessing
 import statistics
+from collections.abc import Mapping
 from concurrent import futures
 from typing import Any
 
@@ -95,6 +97,8 @@ def body(config: ConfigDict, recorder: Recorder) -> None:
         tables.append(_clean(config, recorder))
     text = "\n\n".join(tables) + "\n"
     recorder.file("detection_matrix.md", text)
+    if sections:
+        recorder.file("detection_matrix.png", figure(recorder.metrics))
     print(text)
     if wrong:
         raise RuntimeError(f"detectors did not do what is claimed of them: {wrong}")
@@ -177,6 +181,34 @@ def _record(recorder: Recorder, key: str, outcomes: list[Outcome], fault: FaultC
     text += f", step {statistics.mean(steps):.1f}" if steps else ""
     text += f", {changed} wrong" if changed else ""
     return text + (f", {collateral} others hurt" if collateral else "")
+
+
+def figure(metrics: Mapping[str, float | int]) -> bytes:
+    """Draws the share of trials in which each fault was detected, over all models and page sizes, as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    counts: dict[tuple[str, str], list[float]] = {}
+    for name, value in metrics.items():
+        fault, *_, detector, what = name.split(".")
+        if fault in faults.BY_NAME and what in ("detected", "missed"):
+            counts.setdefault((fault, detector), [0, 0])[what == "missed"] += value
+    names = [fault.name for fault in faults.CLASSES if (fault.name, "tags") in counts]
+    share = [[counts[name, d][0] / sum(counts[name, d]) for d in DETECTORS] for name in names]
+    drawing = Figure(figsize=(6, 0.26 * len(names) + 1), layout="constrained")
+    axes = drawing.add_subplot()
+    axes.imshow(share, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    axes.set_xticks(range(len(DETECTORS)), DETECTORS)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    for row, name in enumerate(names):
+        for column, detector in enumerate(DETECTORS):
+            seen, missed = counts[name, detector]
+            text = f"{seen:.0f}/{seen + missed:.0f}"
+            axes.text(column, row, text, ha="center", va="center", fontsize=8)
+    axes.set_title("trials in which the fault was detected (tiny models, CPU)", fontsize=9)
+    buffer = io.BytesIO()
+    FigureCanvasAgg(drawing).print_png(buffer)
+    return buffer.getvalue()
 
 
 def _clean(config: ConfigDict, recorder: Recorder) -> str:

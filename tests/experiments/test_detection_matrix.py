@@ -51,6 +51,7 @@ def test_section_of_outcomes_as_claimed_records_every_cell_and_names_nothing(tmp
     assert metrics["E10_flipped_bit.m.p4.tags.missed"] == TRIALS
     assert metrics["E10_flipped_bit.m.p4.tags_digest.steps"] == 1
     assert "3/3 [44, 100] %, step 1.0" in text  # Wilson's interval of 3 of 3
+    assert detection_matrix.figure(metrics).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
