@@ -39,7 +39,10 @@ def body(config: ConfigDict, recorder: Recorder) -> None:
     survived = []
     for name in launch.progress(BUGS, "mutations"):
         mutant = explore(config.mutation_pages, config.requests, config.pages_per_row, name)
-        recorder.metric(f"mutation.{name}.steps", len(mutant.counterexample))
+        if mutant.broken:
+            recorder.metric(f"mutation.{name}.steps", len(mutant.counterexample))
+        else:
+            recorder.absent(f"mutation.{name}.steps", f"nothing breaks in {mutant.states} states")
         lines.append(_row(name, mutant))
         if bool(mutant.broken) == (name in REDUNDANT):
             survived.append(name)

@@ -56,6 +56,7 @@ def body(config: ConfigDict, recorder: Recorder) -> None:
         recorder.metric(name, open_loop[name])
     recorder.absent("useful_tok_s_per_gib", "a random tiny model has no quality test to pass")
     recorder.notes["trace"] = source
+    recorder.notes["integrity_coverage"] = engine.integrity_coverage
     recorder.file("requests.jsonl", metrics.to_jsonl(results))
     recorder.file("metrics.prom", metrics.to_prometheus(open_loop))
     recorder.file("incidents.json", dumps([dataclasses.asdict(i) for i in engine.incidents]))

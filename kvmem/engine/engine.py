@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from kvmem.cache import integrity
 from kvmem.cache.integrity import IntegrityReport, Kind
 from kvmem.engine import fingerprint, metrics, rows, step, workload
 from kvmem.engine.errors import FingerprintMismatch, RequestError, TransferFailed
@@ -198,6 +199,11 @@ class Engine:
     def cached(self, request: Request) -> int:
         """Prompt tokens that the prefix cache holds now."""
         return len(self.books.reusable(request)) * self.config.page_size
+
+    @property
+    def integrity_coverage(self) -> dict[str, dict[str, dict[str, str]]]:
+        """What each pool's detector covers, for the record of a run: see docs/integrity.md."""
+        return {pool: integrity.coverage(self.config.integrity) for pool in POOLS}
 
     @property
     def memory_bytes(self) -> int:
