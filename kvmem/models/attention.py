@@ -20,12 +20,14 @@ from kvmem.cache import store
 from kvmem.cache.pages import PADDING_PAGE
 from kvmem.models import layers
 from kvmem.models.config import ModelConfig
+from pallas_kernels import mla_decode, mla_schedule
 
 Form = Literal["absorbed", "naive"]
 # "xla": plain JAX, any device and page size. "mosaic": Hopper kernels for cached attention and INT4 experts.
 # "mosaic_experts": the experts' kernel only, where attention has none (prefill chunks, sparse attention).
 Implementation = Literal["xla", "mosaic", "mosaic_experts"]
 IMPLEMENTATIONS = ("xla", "mosaic", "mosaic_experts")
+KERNEL_LAYOUTS = {"bf16_576": "bf16", "fp8_576": "fp8_flat", "fp8_656": "fp8_656"}
 
 
 @typing.no_type_check
@@ -41,6 +43,7 @@ class Placement:
     page_BT: Int[Array, "B T"]
     offset_BT: Int[Array, "B T"]
     table_BM: Int[Array, "B M"]
+    num_new_B: Int[Array, "B"]
     total_B: Int[Array, "B"]
 
 
@@ -62,6 +65,7 @@ def place(
         page_BT=jnp.where(real_BT, page_BT, PADDING_PAGE),
         offset_BT=position_BT % page_size,
         table_BM=table_BM,
+        num_new_B=num_new_B,
         total_B=length_B + num_new_B,
     )
 
@@ -127,6 +131,63 @@ def attend(
     share_BTHS = _softmax(score_BTHS, allowed_BTS, config.softmax_scale).astype(dtype)
     mean_BTHL = layers.einsum("BTHS,BSL->BTHL", share_BTHS, latent_BSL).astype(dtype)
     return expand(weights, mean_BTHL)
+
+
+def kernel_schedule(
+    config: ModelConfig, kv: store.KVStore, at: Placement, heads: int, form: Form
+) -> mla_schedule.Schedule:
+    """How the attention kernel cuts the pages of this step: the same for every layer, so made once.
+
+    Raises:
+      NotImplementedError: what has no kernel: the naive form, an f32 cache, sparse attention.
+    """
+    if form != "absorbed" or kv.layout not in KERNEL_LAYOUTS:
+        raise NotImplementedError(f"no attention kernel for form={form!r} over a cache {kv.layout!r}")
+    if config.indexer and at.table_BM.shape[1] * kv.page_size > config.indexer.topk:
+        raise NotImplementedError(
+            f"no kernel for sparse attention: tables of {at.table_BM.shape[1]} pages hold more than "
+            f"topk={config.indexer.topk} tokens; use implementation='mosaic_experts'"
+        )
+    rows, steps = at.position_BT.shape
+    groups, columns = mla_schedule.column_groups(steps, heads)
+    return mla_schedule.make_schedule(
+        _kernel_lengths(at),
+        max_pages=at.table_BM.shape[1],
+        groups=groups,
+        blocks=mla_decode.tuned_config(KERNEL_LAYOUTS[kv.layout], columns, rows).blocks,
+    )
+
+
+def kernel_attend(
+    weights: dict,
+    config: ModelConfig,
+    kv: store.KVStore,
+    layer: int | Int[Array, ""],
+    at: Placement,
+    nope_BTHN: Float[Array, "B T H N"],
+    rope_BTHR: Float[Array, "B T H R"],
+    schedule: mla_schedule.Schedule,
+) -> Float[Array, "B T A"]:
+    """``attend`` as the Mosaic kernel, which reads the pool's raw bits in place, page by page."""
+    mean_BTHL, _ = mla_decode.mla_decode(
+        absorb(weights, nope_BTHN, rope_BTHR),
+        mla_decode.Pool(kv.values, kv.scales, kv.rope),
+        layer,
+        at.table_BM,
+        _kernel_lengths(at),
+        softmax_scale=config.softmax_scale,
+        layout=KERNEL_LAYOUTS[kv.layout],
+        scale=None if kv.scale_Y is None else kv.scale_Y[layer],
+        num_new_B=at.num_new_B,
+        schedule=schedule,
+        out_dtype=nope_BTHN.dtype,
+    )
+    return expand(weights, mean_BTHL)
+
+
+def _kernel_lengths(at: Placement) -> Int[Array, "B"]:
+    # A dead row has nothing to attend to, whatever its length.
+    return jnp.where(at.num_new_B > 0, at.total_B, 0)
 
 
 def absorb(

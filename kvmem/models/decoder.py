@@ -24,6 +24,7 @@ from kvmem.models import attention, indexer, layers, moe
 from kvmem.models.attention import Form, Implementation, Placement
 from kvmem.models.config import ModelConfig
 from kvmem.models.params import Params
+from pallas_kernels.mla_schedule import Schedule
 
 
 @typing.no_type_check
@@ -171,6 +172,8 @@ def backbone(
     )
     hidden_BTD = embed(params, batch.tokens_BT, axis)
     allowed_BTS = attention.visible(at, batch.table_BM.shape[1] * kv.page_size)
+    heads = params["attention"]["w_uk"].shape[1]  # of this rank
+    cuts = attention.kernel_schedule(config, kv, at, heads, form) if implementation == "mosaic" else None
     step = functools.partial(
         decoder_layer,
         params,
@@ -179,6 +182,7 @@ def backbone(
         form=form,
         implementation=implementation,
         reduce=layers.reducer(axis, reduction, hidden_BTD.size),
+        cuts=cuts,
     )
     index_layer = 0
     for loop in schedule(config):
@@ -213,10 +217,12 @@ def decoder_layer(
     form: Form,
     implementation: Implementation,
     reduce: Callable[[Array], Array],
+    cuts: Schedule | None = None,
 ) -> tuple[Float[Array, "B T D"], store.KVStore, Bool[Array, "B T S"]]:
     """One layer, from the weight stacks in ``params``; ``reduce`` sums f32 parts over the ranks.
 
     ``allowed_BTS`` is what the layer below attended to: a layer without an own indexer uses it again.
+    ``cuts`` is the attention kernel's schedule; None attends in plain JAX.
     """
     weights = layers.layer_of(params["attention"], stand.attention)
     frequencies = layers.rope_frequencies(config.rope, config.qk_rope_head_dim)
@@ -234,9 +240,11 @@ def decoder_layer(
                 allowed_BTS = indexer.select(
                     own, config, kv, stand.index_cache, at, normed_BTD, residual_BTQ, frequencies
                 )
-        out_BTA = attention.attend(
-            weights, config, kv, stand.cache, at, nope_BTHN, rope_BTHR, allowed_BTS, form
-        )
+        heads = (weights, config, kv, stand.cache, at, nope_BTHN, rope_BTHR)
+        if cuts is None:
+            out_BTA = attention.attend(*heads, allowed_BTS, form)
+        else:
+            out_BTA = attention.kernel_attend(*heads, cuts)
         with jax.named_scope("attention_sum"):
             out_BTD = reduce(layers.partial_linear(out_BTA, weights["o"]))
         hidden_BTD = hidden_BTD + out_BTD.astype(hidden_BTD.dtype)

@@ -66,6 +66,10 @@ def draft(
     if selection_BTS is not None:
         position_11S = jnp.arange(selection_BTS.shape[2])[None, None, :]
         allowed_BTS &= selection_BTS | (position_11S == at.position_BT[:, :, None])
+    cuts = None
+    if implementation == "mosaic":
+        heads = own["attention"]["w_uk"].shape[1]
+        cuts = attention.kernel_schedule(config, kv, at, heads, form)
     kind = Kind(dense=False, full_indexer=config.indexer is not None and selection_BTS is None)
     stand = Stand(0, 0, 0, config.num_layers, config.num_index_layers)
     out_BTD, kv, allowed_BTS = decoder.decoder_layer(
@@ -80,6 +84,7 @@ def draft(
         form=form,
         implementation=implementation,
         reduce=layers.reducer(axis, "nccl", z_BTD.size),
+        cuts=cuts,
     )
     out_BTD = layers.rmsnorm(out_BTD, own["head_norm"][0], config.rms_norm_eps)
     return decoder.head(params, out_BTD, axis), out_BTD, kv, allowed_BTS

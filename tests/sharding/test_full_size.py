@@ -22,6 +22,7 @@ ROWS, COLUMNS, PAGE_SIZE = 64, 128, 64
 CASES = {
     "kimi_decode_xla": ("kimi_k2.6", "fp8_576", "fp8_flat", "xla", 12e9),
     "glm_decode_xla": ("glm_5.2", "fp8_656", "fp8_656", "xla", 12e9),
+    "kimi_decode_kernels": ("kimi_k2.6", "fp8_576", "fp8_flat", "mosaic", 0.2e9),
     "kimi_decode_experts_kernel": ("kimi_k2.6", "fp8_576", "fp8_flat", "mosaic_experts", 1e9),
 }
 
