@@ -45,7 +45,7 @@ def get_config(arg: str = "") -> ConfigDict:
         {"concurrency": (1, 4, 16), "count": 24 if quick else 96, "prompt": 64, "answer": 16}
     )
     config.sessions = ConfigDict({"agent": 2 if quick else 8, "chat": 4 if quick else 24, "scale": 1 / 64})
-    config.invariant = ConfigDict({"count": 12 if quick else 48})
+    config.invariant = ConfigDict({"count": 12 if quick else 48, "repeats": 5})
     config.bound = ConfigDict({"ttft_s": 2.0, "tpot_s": 0.25})
     # Simulated: replicas, requests of each trace, and pages of 64 tokens as on a real deployment.
     config.routing = ConfigDict(
