@@ -630,6 +630,12 @@ def _check_plan(p: _Plan) -> None:
         raise ValueError(f"D={p.d} does not divide into {c.k_splits} parts of steps of {p.chunk}")
     if c.k_splits > 1 and c.tokens > inline.COLUMNS:
         raise ValueError(f"k_splits={c.k_splits} needs blocks of {inline.COLUMNS} tokens or fewer")
+    if (
+        not p.sim and jax.default_backend() == "gpu"
+    ):  # a block that waits for one without a place waits for ever
+        places = getattr(jax.devices()[0], "core_count", c.ctas)
+        if c.ctas > places:
+            raise NotImplementedError(f"ctas={c.ctas}: this GPU has {places} multiprocessors, one block each")
     if c.stages <= _LAG:
         raise ValueError(f"{c.stages} stages, more than {_LAG} are needed")
     if p.smem_bytes() > SMEM_BYTES - 1024:
