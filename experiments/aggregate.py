@@ -164,6 +164,7 @@ TABLES: dict[str, Table] = {
     "claims": Table("reproduce", _claims_table),
     "kernels": Table("kernel_bench", lambda items: result_tables.kernels(_metrics(items))),
     "faults": Table("detection_matrix", lambda items: result_tables.faults(_metrics(items)), every=True),
+    "gpus": Table("multi_gpu", lambda items: result_tables.several_gpus(_metrics(items))),
 }
 
 

@@ -83,7 +83,7 @@ def faults(metrics: Metrics) -> str:
             cell += f", {wrong} wrong" if wrong else ""
             cells.append(cell + (f", {hurt} others hurt" if hurt else ""))
         rows.append([fault, *cells])
-    parts = [tables.markdown(["fault", *detectors], rows)]
+    parts = [tables.markdown(["fault", *detectors], rows)] if rows else []
     clean = _named(metrics, r"clean\.(\w+)\.(operations|page_checks|false_positives)")
     lines = [
         f"{detector}: {clean[detector, 'false_positives']:,.0f} false positives in "
@@ -92,7 +92,7 @@ def faults(metrics: Metrics) -> str:
         for detector in detectors
         if (detector, "page_checks") in clean
     ]
-    return "\n\n".join([*parts, " ".join(lines)]) if lines else parts[0]
+    return "\n\n".join([*parts, " ".join(lines)])
 
 
 def several_gpus(metrics: Metrics) -> str:
