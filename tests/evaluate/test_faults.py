@@ -64,7 +64,9 @@ def test_E14_clean_tokens_do_not_depend_on_the_detector(detector):
 
 def test_trial_with_the_same_seed_gives_the_same_outcome():
     fault = faults.BY_NAME["A1_freed_while_read"]
-    outcomes = {faults.trial(_engine("tags"), REQUESTS, fault, 3, _clean("tags")) for _ in range(2)}
+    outcomes = {
+        faults.trial(_engine("tags_digest"), REQUESTS, fault, 3, _clean("tags_digest")) for _ in range(2)
+    }
     assert len(outcomes) == 1
 
 
