@@ -187,14 +187,7 @@ class Engine:
 
     def load(self) -> Load:
         """For the router."""
-        live = self.scheduler.live.values()
-        return Load(
-            queue_depth=self.scheduler.queue_depth,
-            queued_tokens=sum(s.prompt_length - s.computed for s in live if s.phase is not Phase.DECODE),
-            running=sum(s.phase is Phase.DECODE for s in live),
-            free_tokens=self.scheduler.decode_free * self.config.page_size,
-            total_tokens=(self.config.decode_pages - 1) * self.config.page_size,
-        )
+        return Load.of(self.scheduler)
 
     def cached(self, request: Request) -> int:
         """Prompt tokens that the prefix cache holds now."""

@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from kvmem.engine.errors import QueueFull
 from kvmem.engine.request import Event, Real, Request
+from kvmem.engine.scheduler import Phase, Scheduler
 
 POLICIES = ("weighed", "round_robin", "random", "least_queue", "prefix")
 
@@ -38,6 +39,19 @@ class Load:
     running: int
     free_tokens: int
     total_tokens: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> Load:
+        """The load of the replica, an engine or a simulator, that this scheduler plans."""
+        live = scheduler.live.values()
+        config = scheduler.config
+        return cls(
+            queue_depth=scheduler.queue_depth,
+            queued_tokens=sum(s.prompt_length - s.computed for s in live if s.phase is not Phase.DECODE),
+            running=sum(s.phase is Phase.DECODE for s in live),
+            free_tokens=scheduler.decode_free * config.page_size,
+            total_tokens=(config.decode_pages - 1) * config.page_size,
+        )
 
 
 @runtime_checkable

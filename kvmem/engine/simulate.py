@@ -76,14 +76,7 @@ class SimulatedEngine:
         return self.scheduler.idle
 
     def load(self) -> Load:
-        live = self.scheduler.live.values()
-        return Load(
-            queue_depth=self.scheduler.queue_depth,
-            queued_tokens=sum(s.prompt_length - s.computed for s in live if s.phase is not Phase.DECODE),
-            running=sum(s.phase is Phase.DECODE for s in live),
-            free_tokens=self.scheduler.decode_free * self.config.page_size,
-            total_tokens=(self.config.decode_pages - 1) * self.config.page_size,
-        )
+        return Load.of(self.scheduler)
 
     def cached(self, request: Request) -> int:
         return len(self.tree.match(request.prompt_tokens, request.tenant)) * self.config.page_size
