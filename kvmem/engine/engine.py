@@ -476,7 +476,7 @@ class Engine:
             return
         self._moved[sequence] = moved = jax.device_get(moved)
         if not moved.ok:
-            self._fail(sequence, "retract", Cause.INTEGRITY, (moved.check, moved.row), events)
+            self._fail(sequence, "retract", Cause.INTEGRITY, (moved.check, int(moved.row)), events)
 
     def _end(self, sequence: Row, reason: FinishReason, error: str, events: list[Event]) -> None:
         request = sequence.request
