@@ -108,6 +108,7 @@ class DevicePools:
             rows=num_rows,
             columns=columns,
             detector=config.integrity,
+            digest_pages=config.digest_pages,
             batch_invariant=config.batch_invariant,
             attention=config.attention,
             implementation=config.implementation,
@@ -117,9 +118,9 @@ class DevicePools:
 
     @functools.cached_property
     def _check_config(self) -> StepConfig:
-        """For checks between steps, where every rank holds the same values and no axis is bound."""
+        """For checks between steps: all pages; every rank holds the same values and no axis is bound."""
         config = self.step_config(self.config.max_rows, self.config.max_pages_per_row)
-        return dataclasses.replace(config, axis=None)
+        return dataclasses.replace(config, axis=None, digest_pages=None)
 
     def _step(self, pool: Pool, num_rows: int, columns: int) -> step.StepFunction:
         key = (pool, num_rows, columns)

@@ -205,6 +205,8 @@ class EngineConfig:
       prefill_chunk: tokens of a row in one prefill step. Chunks end at its multiples, whatever was reused.
       decode_steps_per_prefill: decode steps between two prefill steps while both have work.
       integrity: one of DETECTORS.
+      digest_pages: with ``tags_digest``, how many pages of a row a step compares, in turn, beside the one
+        that it writes next; None compares all. What leaves a pool is compared whole.
       batch_invariant: run rows one at a time inside the step, so outputs do not depend on the batch.
       row_buckets: decode row counts to compile besides ``max_rows``; a step uses the smallest that holds its
         rows.
@@ -229,6 +231,7 @@ class EngineConfig:
     prefill_chunk: int = 64
     decode_steps_per_prefill: int = 1
     integrity: str = "tags"
+    digest_pages: int | None = None
     batch_invariant: bool = False
     row_buckets: tuple[int, ...] = ()
     page_buckets: tuple[int, ...] = ()
@@ -259,6 +262,8 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: page 0 is padding, so a pool has at least 2")
         if self.integrity not in DETECTORS:
             raise ValueError(f"integrity={self.integrity!r} is none of {DETECTORS}")
+        if self.digest_pages is not None and self.digest_pages < 1:
+            raise ValueError(f"digest_pages={self.digest_pages} must be at least 1, or None for all")
         if self.reuse not in REUSE_POLICIES:
             raise ValueError(f"reuse={self.reuse!r} is none of {REUSE_POLICIES}")
         for name, limit in (("row_buckets", self.max_rows), ("page_buckets", self.max_pages_per_row)):

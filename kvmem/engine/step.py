@@ -125,6 +125,7 @@ class StepConfig:
     Attributes:
       rows, columns: the first rows of the pool and the first table columns that the forward pass sees.
       detector: one of ``integrity.DETECTORS``.
+      digest_pages: pages of a row whose digest is compared, in turn, beside the one written next; None: all.
       batch_invariant: run the forward pass of one row after the other.
       axis: mesh axis of tensor parallelism, or None on a single device.
       reduction: what sums over it, see ``decoder.forward``.
@@ -134,6 +135,7 @@ class StepConfig:
     rows: int
     columns: int
     detector: str = "tags"
+    digest_pages: int | None = None
     batch_invariant: bool = False
     attention: Form = "absorbed"
     implementation: Implementation = "xla"
@@ -184,6 +186,7 @@ def guard(config: StepConfig, state: PoolState, mask_B: Bool[Array, "B"]) -> Int
         mask_B,
         kv=state.kv,
         digests=state.digests,
+        pages_per_row=config.digest_pages,
         step=state.step,
         axis=config.axis,
     )

@@ -94,12 +94,12 @@ def test_detectors_give_the_same_tokens(make_engine, solo, detector):
     assert engine.counters["integrity"] == engine.counters["drift"] == 0
 
 
-def test_digest_flipped_bit_in_a_live_page_is_seen_and_tags_alone_do_not(make_engine):
+def test_digest_flipped_bit_in_a_live_page_is_seen_even_by_sampling_and_tags_alone_do_not(make_engine):
     outcome = {}
     for detector in ("tags", "tags_digest"):
-        engine = make_engine(integrity=detector)
+        engine = make_engine(integrity=detector, digest_pages=1)  # the page's turn comes within nine steps
         for request in some_requests(2, seed=16):
-            engine.submit(dataclasses.replace(request, max_new_tokens=9))
+            engine.submit(dataclasses.replace(request, max_new_tokens=13))
         while engine.row_of("q1")[0] != "decode" or len(engine.scheduler.live["q1"].tokens) < 2:
             engine.step()
         row = engine.row_of("q1")[1]
@@ -238,6 +238,7 @@ def test_submit_full_queue_is_refused(make_engine):
         ({"page_size": 0}, "page_size=0 must be at least 1"),
         ({"decode_pages": 1}, "decode_pages=1: page 0 is padding"),
         ({"integrity": "crc"}, "integrity='crc' is none of"),
+        ({"digest_pages": 0}, "digest_pages=0 must be at least 1"),
         ({"reuse": "copy"}, "reuse='copy' is none of"),
         ({"row_buckets": (5,)}, "row_buckets=.5. must lie in .1, 5."),
     ],
