@@ -7,6 +7,7 @@ LETTERS: dict[str, str] = {
     "A": "entries of a list of pages",
     "B": "rows (request slots) of a batch",
     "T": "new tokens of a row in one step",
+    "U": "draft tokens of a row in one step",
     "S": "cached tokens of a row (logical positions)",
     "D": "model width (hidden_size)",
     "H": "attention heads",

@@ -47,7 +47,7 @@ COVERAGE: tuple[Coverage, ...] = (
     Coverage("model", "GLM (sparse attention, index keys)", _YES, _YES, _MATRIX),
     Coverage("operation", "decode: reads and the write", _YES, _YES, _MATRIX),
     Coverage("operation", "prefill over cached pages, chunk by chunk", _YES, _YES, _MATRIX),
-    Coverage("operation", "verification of draft tokens", _YES, _YES, "tests/cache/test_tags.py"),
+    Coverage("operation", "verification of draft tokens", _YES, _YES, "tests/engine/test_verify.py"),
     Coverage(
         "operation", "transfer from prefill to decode", "always on", _YES, "tests/cache/test_transfer.py"
     ),

@@ -2,6 +2,7 @@
 
     grow the rows -> record what they were given -> check the tags -> mask rows -> forward -> sample -> report
 
+Prefill feeds a chunk of the prompt, decode the last token, verify the last token and guesses of those after.
 The check reads the very arrays that attention then reads, and it precedes the cache write: a row that fails
 has no new tokens, so its write goes to the padding page. ``cause_B`` carries each row's first failure on the
 device, so a step that is already launched drops the row too, before the host has heard of it.
@@ -34,7 +35,7 @@ from kvmem.models.decoder import StepBatch
 from kvmem.models.layers import Reduction
 
 Params = typing.Any
-Phase = typing.Literal["prefill", "decode"]
+Phase = typing.Literal["prefill", "decode", "verify"]
 
 
 class Cause(enum.IntEnum):
@@ -192,6 +193,41 @@ def guard(config: StepConfig, state: PoolState, mask_B: Bool[Array, "B"]) -> Int
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Checked:
+    """Rows that were grown and checked: which were asked for, are intact, and have room for their tokens."""
+
+    state: PoolState
+    check: IntegrityReport | None
+    start_B: Int[Array, "B"]
+    asked_B: Bool[Array, "B"]
+    intact_B: Bool[Array, "B"]
+    run_B: Bool[Array, "B"]
+
+    def causes(self, finite_B: Bool[Array, "B"]) -> Int[Array, "B"]:
+        """The cause of each row after the step."""
+        failures = {Cause.INTEGRITY: ~self.intact_B, Cause.NO_PAGES: ~self.run_B, Cause.NONFINITE: ~finite_B}
+        return jnp.select(
+            [~self.asked_B, *failures.values()],
+            [self.state.cause_B, *(jnp.int32(cause) for cause in failures)],
+            self.state.cause_B,
+        )
+
+
+def _check_rows(state: PoolState, num_new_B: Int[Array, "B"], config: StepConfig) -> _Checked:
+    """Grows the rows with ``num_new_B > 0`` and checks them, before anything of theirs is read or written."""
+    asked_B = (num_new_B > 0) & (state.cause_B == Cause.OK)
+    start_B = state.pages.length_B
+    page_state, room_B = pages.append(state.pages, jnp.where(asked_B, num_new_B, 0))
+    expectation = tags.extend(state.expectation, page_state, asked_B & room_B)
+    # Contents are checked as far as they are written: up to the length before this step.
+    cached = dataclasses.replace(page_state, length_B=start_B)
+    check = guard(config, dataclasses.replace(state, pages=cached, expectation=expectation), asked_B)
+    intact_B = integrity.alive(check, asked_B)
+    grown = dataclasses.replace(state, pages=page_state, expectation=expectation)
+    return _Checked(grown, check, start_B, asked_B, intact_B, intact_B & room_B)
+
+
 def _step(
     params: Params,
     state: PoolState,
@@ -201,28 +237,16 @@ def _step(
     config: StepConfig,
 ) -> tuple[PoolState, StepReport]:
     """Runs rows with ``num_new_B > 0``; the token after each row's last new one is sampled."""
-    asked_B = (num_new_B > 0) & (state.cause_B == Cause.OK)
-    start_B = state.pages.length_B
-    page_state, room_B = pages.append(state.pages, jnp.where(asked_B, num_new_B, 0))
-    expectation = tags.extend(state.expectation, page_state, asked_B & room_B)
-    # Contents are checked as far as they are written: up to the length before this step.
-    cached = dataclasses.replace(page_state, length_B=start_B)
-    check = guard(config, dataclasses.replace(state, pages=cached, expectation=expectation), asked_B)
-    state = dataclasses.replace(state, pages=page_state, expectation=expectation)
-    intact_B = integrity.alive(check, asked_B)
-    run_B = intact_B & room_B
-
-    logits_BW, kv = _forward(params, state, tokens_BT, jnp.where(run_B, num_new_B, 0), start_B, config)
-    sampled = sampling.sample(logits_BW, state.sampler, start_B + num_new_B)
+    rows = _check_rows(state, num_new_B, config)
+    state, run_B = rows.state, rows.run_B
+    logits_BW, kv = _forward(params, state, tokens_BT, jnp.where(run_B, num_new_B, 0), rows.start_B, config)
+    sampled = sampling.sample(logits_BW, state.sampler, rows.start_B + num_new_B)
     digests = state.digests
     if digests is not None:
-        digests = tags.seal_rows(digests, kv, page_state, start_B, run_B, new_tokens=tokens_BT.shape[1])
+        new_tokens = tokens_BT.shape[1]
+        digests = tags.seal_rows(digests, kv, state.pages, rows.start_B, run_B, new_tokens=new_tokens)
     good_B = run_B & sampled.finite_B
-    cause_B = jnp.select(
-        [~asked_B, ~intact_B, ~room_B, ~sampled.finite_B],
-        [state.cause_B, *(jnp.int32(c) for c in (Cause.INTEGRITY, Cause.NO_PAGES, Cause.NONFINITE))],
-        state.cause_B,
-    )
+    cause_B = rows.causes(sampled.finite_B)
     token_B = jnp.where(good_B, sampled.token_B, state.token_B)
     outcome = jnp.stack(
         [
@@ -230,10 +254,10 @@ def _step(
             token_B,
             jax.lax.bitcast_convert_type(sampled.logprob_B, jnp.int32),
             cause_B,
-            jnp.full_like(cause_B, page_state.free_count),
+            jnp.full_like(cause_B, state.pages.free_count),
         ]
     )
-    report = StepReport(outcome=outcome, check=check, promised=None)
+    report = StepReport(outcome=outcome, check=rows.check, promised=None)
     state = dataclasses.replace(
         state, kv=kv, digests=digests, cause_B=cause_B, token_B=token_B, step=state.step + 1
     )
@@ -247,8 +271,13 @@ def _forward(
     num_new_B: Int[Array, "B"],
     length_B: Int[Array, "B"],
     config: StepConfig,
-) -> tuple[Float[Array, "B W"], KVStore]:
-    """The forward pass over the bucket's rows and columns; rows outside it get logits of 0."""
+    *,
+    all_logits: bool = False,
+) -> tuple[Float[Array, "B ..."], KVStore]:
+    """The forward pass over the bucket's rows and columns; rows outside it get logits of 0.
+
+    The logits are [B, W] of each row's last token, or [B, T, W].
+    """
     table_BM = jnp.where((num_new_B > 0)[:, None], state.pages.table_BM, PADDING_PAGE)
     rows = slice(0, config.rows)
     batch = StepBatch(tokens_BT[rows], num_new_B[rows], length_B[rows], table_BM[rows, : config.columns])
@@ -258,18 +287,19 @@ def _forward(
         implementation=config.implementation,
         axis=config.axis,
         reduction=config.reduction,
+        all_logits=all_logits,
     )
     if config.batch_invariant:
 
         def one_row(kv: KVStore, row: StepBatch) -> tuple[KVStore, Array]:
-            logits_BW, kv = forward(params, config.model, kv, jax.tree.map(lambda leaf: leaf[None], row))
-            return kv, logits_BW[0]
+            logits, kv = forward(params, config.model, kv, jax.tree.map(lambda leaf: leaf[None], row))
+            return kv, logits[0]
 
-        kv, logits_BW = jax.lax.scan(one_row, state.kv, batch)
+        kv, logits = jax.lax.scan(one_row, state.kv, batch)
     else:
-        logits_BW, kv = forward(params, config.model, state.kv, batch)
+        logits, kv = forward(params, config.model, state.kv, batch)
     missing = tokens_BT.shape[0] - config.rows
-    return jnp.pad(logits_BW, ((0, missing), (0, 0))), kv
+    return jnp.pad(logits, ((0, missing), *((0, 0),) * (logits.ndim - 1))), kv
 
 
 def _prefill(
@@ -290,7 +320,88 @@ def _decode(
     return _step(params, state, state.token_B[:, None], run_B.astype(jnp.int32), config=config)
 
 
-StepFunction = Callable[..., tuple[PoolState, StepReport]]
+@typing.no_type_check
+@struct.dataclass
+class VerifyReport:
+    """What the host reads of a verify step.
+
+    Attributes:
+      token_BT, logprob_BT: each row's new tokens, of which the first ``count_B`` hold.
+      count_B: accepted drafts and the token after them; 0 for a row that did not run or failed.
+      cause_B: of each row after the step, a Cause.
+      free: free pages of the pool after the step.
+      check: as in StepReport.
+    """
+
+    token_BT: Int[Array, "B T"]
+    logprob_BT: Float[Array, "B T"]
+    count_B: Int[Array, "B"]
+    cause_B: Int[Array, "B"]
+    free: Int[Array, ""]
+    check: IntegrityReport | None
+
+
+def _verify(
+    params: Params,
+    state: PoolState,
+    draft_BU: Int[Array, "B U"],
+    run_B: Bool[Array, "B"],
+    num_draft_B: Int[Array, "B"],
+    *,
+    config: StepConfig,
+) -> tuple[PoolState, VerifyReport]:
+    """Feeds each row its last token and ``num_draft_B`` guesses of those after it; keeps what decode says.
+
+    The token of a position is drawn as decode draws it, from its own logits and the row's key folded with the
+    position; a guess holds while it and all before it are the tokens drawn. The rest is cut off: its cache
+    entries lie behind the row's length, where nothing reads, and the next step writes over them.
+    """
+    tokens_BT = jnp.concatenate([state.token_B[:, None], draft_BU], axis=1)
+    num_new_B = jnp.where(run_B, 1 + jnp.clip(num_draft_B, 0, draft_BU.shape[1]), 0)
+    rows = _check_rows(state, num_new_B, config)
+    state, start_B = rows.state, rows.start_B
+    fed_B = jnp.where(rows.run_B, num_new_B, 0)
+    logits_BTW, kv = _forward(params, state, tokens_BT, fed_B, start_B, config, all_logits=True)
+    steps_T = jnp.arange(tokens_BT.shape[1])
+    draw = jax.vmap(sampling.sample, in_axes=(1, None, 1), out_axes=1)
+    drawn = draw(logits_BTW, state.sampler, start_B[:, None] + 1 + steps_T[None, :])
+    right_BU = (draft_BU == drawn.token_B[:, :-1]) & (steps_T[None, 1:] < num_new_B[:, None])
+    count_B = 1 + jnp.sum(jnp.cumprod(right_BU.astype(jnp.int32), axis=1), axis=1)
+    held_BT = steps_T[None, :] < count_B[:, None]
+    finite_B = jnp.all(drawn.finite_B | ~held_BT, axis=1)
+    good_B = rows.run_B & finite_B
+    page_state, _ = pages.truncate(state.pages, start_B + jnp.where(good_B, count_B, 0), rows.run_B)
+    digests = state.digests
+    if digests is not None:
+        digests = tags.seal_rows(digests, kv, page_state, start_B, good_B, new_tokens=tokens_BT.shape[1])
+    last_B = jnp.take_along_axis(drawn.token_B, count_B[:, None] - 1, axis=1)[:, 0]
+    cause_B = rows.causes(finite_B)
+    report = VerifyReport(
+        token_BT=drawn.token_B,
+        logprob_BT=drawn.logprob_B,
+        count_B=jnp.where(good_B, count_B, 0),
+        cause_B=cause_B,
+        free=page_state.free_count,
+        check=rows.check,
+    )
+    state = dataclasses.replace(
+        state,
+        pages=page_state,
+        kv=kv,
+        digests=digests,
+        cause_B=cause_B,
+        token_B=jnp.where(good_B, last_B, state.token_B),
+        step=state.step + 1,
+    )
+    return state, report
+
+
+StepFunction = Callable[..., tuple[PoolState, typing.Any]]
+_BODIES: dict[str, tuple[StepFunction, int]] = {
+    "prefill": (_prefill, 3),
+    "decode": (_decode, 2),
+    "verify": (_verify, 4),
+}
 
 
 def compile_step(
@@ -302,17 +413,17 @@ def compile_step(
     """The jitted step of a phase.
 
     ``prefill(params, state, tokens_BT, num_new_B)`` and ``decode(params, state, run_B)`` return the state and
-    a StepReport; the state passed in is donated. With a mesh the whole step is one SPMD program over the axis
+    a StepReport, ``verify(params, state, draft_BU, run_B, num_draft_B)`` the state and a VerifyReport; the
+    state passed in is donated. With a mesh the whole step is one SPMD program over the axis
     ``tp``: parameters as ``param_specs`` says, everything else on every rank.
     """
     if mesh is None:
         return _jit_once(phase, config)
-    body = functools.partial(_prefill if phase == "prefill" else _decode, config=config)
-    inputs = 3 if phase == "prefill" else 2
+    body, inputs = _BODIES[phase]
     return _jit(
         phase,
         jax.shard_map(
-            body,
+            functools.partial(body, config=config),
             mesh=mesh,
             in_specs=(param_specs, *(PartitionSpec(),) * inputs),
             out_specs=PartitionSpec(),
@@ -324,11 +435,11 @@ def compile_step(
 @functools.lru_cache(maxsize=64)
 def _jit_once(phase: Phase, config: StepConfig) -> StepFunction:
     """Engines of equal configuration share their programs."""
-    return _jit(phase, functools.partial(_prefill if phase == "prefill" else _decode, config=config))
+    return _jit(phase, functools.partial(_BODIES[phase][0], config=config))
 
 
 def _jit(phase: Phase, body: StepFunction) -> StepFunction:
-    def step(params: Params, state: PoolState, *rest: Array) -> tuple[PoolState, StepReport]:
+    def step(params: Params, state: PoolState, *rest: Array) -> tuple[PoolState, typing.Any]:
         return body(params, state, *rest)
 
     step.__name__ = f"{phase}_step"
