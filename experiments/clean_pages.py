@@ -7,6 +7,7 @@ it again between checks, and checks every page each time.
 
 import dataclasses
 import functools
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -18,8 +19,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from kvmem import models
 from kvmem.cache import integrity, pages, store, tags, transfer
 from kvmem.cache.pages import PageState
+from kvmem.engine import step as engine_step
+from kvmem.models import decoder, params, sharded
 
 ROWS, COLUMNS, PAGES, PAGE_SIZE = 4, 6, 17, 4
 SHAPE = store.CacheShape(num_layers=2, num_index_layers=0, latent=8, rope=4, index_dim=4, tile=4)
@@ -115,14 +119,46 @@ def check_cost(detector: str, num_pages: int, *, rows: int = 64, repeats: int = 
 
     mask_B = jnp.ones(rows, bool)
     compiled = jax.jit(run).lower(state, expectation, mask_B).compile()
-    entry = str(compiled.as_text()).split("ENTRY ")[1].splitlines()[1:]
-    operations = [line for line in entry if " = " in line and " parameter(" not in line]
     seconds = []
     for _ in range(repeats):
         begun = time.perf_counter()
         jax.block_until_ready(compiled(state, expectation, mask_B))
         seconds.append(time.perf_counter() - begun)
-    return CheckCost(len(operations), 1e6 * statistics.median(seconds))
+    return CheckCost(device_operations(str(compiled.as_text())), 1e6 * statistics.median(seconds))
+
+
+def device_operations(program: str) -> int:
+    """Counts what the entry of a compiled program runs: its instructions but those that only name values."""
+    entry = program.split("\nENTRY ")[1].split("\n}")[0]
+    kinds = re.findall(r"^ +(?:ROOT )?%?\S+ = (?:\([^=]*\)|\S+) ([\w-]+)\(", entry, re.MULTILINE)
+    return sum(kind not in _NAMES_ONLY for kind in kinds)
+
+
+_NAMES_ONLY = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
+
+
+def step_operations(detector: str, *, rows: int = 4, page_size: int = 64) -> int:
+    """Compiles the engine's decode step of a tiny Kimi with a detector and counts its device operations."""
+    model, columns = models.get_config("kimi_tiny_parity"), 8
+    state = jax.eval_shape(
+        functools.partial(
+            engine_step.init,
+            decoder.cache_shape(model),
+            cache="fp8_576",
+            index=None,
+            scale=1.0,
+            num_pages=rows * columns + 1,
+            num_rows=rows,
+            max_pages=columns,
+            page_size=page_size,
+            detector=detector,
+        )
+    )
+    weights = sharded.abstract_params(params.param_specs(model, "int4_group"))
+    config = engine_step.StepConfig(model, rows, columns, detector)
+    decode: Any = engine_step.compile_step("decode", config)
+    compiled = decode.lower(weights, state, jax.ShapeDtypeStruct((rows,), bool)).compile()
+    return device_operations(compiled.as_text())
 
 
 def _start(detector: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -252,6 +252,11 @@ def _clean(config: ConfigDict, recorder: Recorder) -> str:
             f"Detector {detector}: {cost.device_operations} device operations, {cost.microseconds:.0f} us on "
             f"this CPU for one check of {config.full_pool_pages - 1:,} pages.",
         ]
+    plain = clean_pages.step_operations("off")
+    for detector in DETECTORS[1:]:
+        added = clean_pages.step_operations(detector) - plain
+        recorder.metric(f"cost.{detector}.added_step_operations", added)
+        lines.append(f"A decode step of {plain} device operations gets {added} more with {detector}.")
     lines += [
         "",
         "A stale tag differs in an exact 32-bit counter and cannot collide before the page is retired; a "

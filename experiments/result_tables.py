@@ -92,6 +92,13 @@ def faults(metrics: Metrics) -> str:
         for detector in detectors
         if (detector, "page_checks") in clean
     ]
+    lines += [
+        f"{detector} adds {metrics[added]:,.0f} device operations to a compiled decode step."
+        for detector in detectors
+        if (added := f"cost.{detector}.added_step_operations") in metrics
+    ]
+    if (alone := metrics.get("cost.tags.check_us")) is not None:
+        lines.append(f"One check of the full pool takes {alone:,.0f} us on this CPU.")
     return "\n\n".join([*parts, " ".join(lines)])
 
 

@@ -161,6 +161,7 @@ def test_kernels_table_has_a_row_a_shape_and_dashes_for_what_was_not_measured():
 
 def test_faults_table_sums_trials_over_models_and_pages():
     metrics = {"clean.tags.operations": 1e5, "clean.tags.page_checks": 3e9, "clean.tags.false_positives": 0}
+    metrics |= {"cost.tags.added_step_operations": 15, "cost.tags.check_us": 228.4}
     for model, page in (("kimi", 4), ("glm", 16)):
         for detector, seen in (("off", 0), ("tags", 5), ("tags_digest", 5)):
             at = f"A1_freed.{model}.p{page}.{detector}"
@@ -168,6 +169,7 @@ def test_faults_table_sums_trials_over_models_and_pages():
     text = result_tables.faults(metrics)
     assert "| A1_freed | 0/10, 8 wrong | 10/10 | 10/10 |" in text
     assert "tags: 0 false positives in 100,000 clean operations and 3,000,000,000 page checks." in text
+    assert "tags adds 15 device operations to a compiled decode step. One check of the full pool" in text
 
 
 def test_several_gpus_table_has_a_column_a_way_and_the_facts():

@@ -3,6 +3,7 @@
 import pytest
 
 from experiments import clean_pages
+from kvmem.cache import integrity
 
 
 @pytest.mark.parametrize("detector", ["tags", pytest.param("tags_digest", marks=pytest.mark.slow)])
@@ -35,3 +36,32 @@ def test_check_cost_of_off_is_no_more_than_handing_the_mask_on():
     off, tags = (clean_pages.check_cost(d, 98, rows=6, repeats=5) for d in ("off", "tags"))
     assert off.device_operations <= 1
     assert tags.device_operations > off.device_operations
+
+
+PROGRAM = """HloModule jit_run
+
+%fused (p: s32[3]) -> s32[3] {
+  %p = s32[3]{0} parameter(0)
+  ROOT %n = s32[3]{0} negate(%p)
+}
+
+ENTRY %main (a: s32[3]) -> (s32[3], s32[]) {
+  %a = s32[3]{0} parameter(0)
+  %c = s32[] constant(3)
+  %f = s32[3]{0} fusion(%a), kind=kLoop, calls=%fused
+  %w = (s32[3]{0}, s32[]) while(%f), condition=%x, body=%y
+  %g = s32[3]{0} get-tuple-element(%w), index=0
+  %b = s32[3]{0} copy(%g)
+  ROOT %t = (s32[3]{0}, s32[]) tuple(%b, %c)
+}
+"""
+
+
+def test_device_operations_are_what_the_entry_runs():
+    assert clean_pages.device_operations(PROGRAM) == 3  # fusion, while, copy
+
+
+@pytest.mark.slow
+def test_step_operations_grow_with_what_the_detector_compares():
+    counts = [clean_pages.step_operations(detector) for detector in integrity.DETECTORS]
+    assert counts == sorted(set(counts))
