@@ -374,3 +374,19 @@ def store_transposed(x_MN: jax.Array, out_gmem, *, words: int | None) -> None:
                         llvm.store(values, address, alignment=16)
 
     store(x_MN, out_gmem)
+
+
+def swap_pairs(x_N: jax.Array) -> jax.Array:
+    """Exchanges elements 2i and 2i + 1 of an array in layout ``COLUMNS``: each thread holds whole pairs."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(COLUMNS,),
+        return_type=plgpu.ShapeDtypeStruct(x_N.shape, x_N.dtype, layout=COLUMNS),
+    )
+    def swap(_, x):
+        out = np.empty_like(x.registers)
+        for index, register in np.ndenumerate(x.registers):
+            out[index] = vector.shuffle(register, register, [1, 0])
+        return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=x.is_signed)
+
+    return swap(x_N)

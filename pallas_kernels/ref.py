@@ -109,3 +109,97 @@ def mla_case(layout: str, tokens: int, heads: int, lengths, *, flat_scale: float
     new = np.minimum(np.asarray(lengths), rng.integers(1, tokens + 1, len(lengths))).astype(np.int32)
     length = np.asarray(lengths, np.int32)
     return {"q": q, "pool": pool, "layer": 1, "table": table, "length": length, "num_new": new}
+
+
+PROLOGUE_FIRST, PROLOGUE_PAGES, PROLOGUE_EPSILON = 24, 5, 1e-5
+# A flat scale at which a few values of every token are clipped.
+PROLOGUE_SCALE = 0.011
+
+
+def mla_prologue_case(layout: str, tokens: int, heads: int, nope: int) -> dict:
+    """Hostile input of ``mla_prologue`` as numpy arrays: clipped values, NaN, infinity, a dead row, a page
+    outside of the pool, and a pool of other bytes, so that a write in a wrong place shows.
+
+    Latents are small whole numbers: their squares add up exactly in any order.
+    """
+    rng = np.random.default_rng(tokens)
+    bf16 = ml_dtypes.bfloat16
+    compressed = rng.standard_normal((tokens, 1, PROLOGUE_FIRST + 576 + 8))
+    compressed[:, :, PROLOGUE_FIRST : PROLOGUE_FIRST + 512] = rng.integers(-9, 10, (tokens, 1, 512))
+    rope = compressed[:, 0, PROLOGUE_FIRST + 512 :]
+    rope[0] *= 1e4
+    rope[1 % tokens, 2], rope[2 % tokens, 8] = np.nan, np.inf
+    page = np.arange(tokens) % (PROLOGUE_PAGES - 1) + 1
+    page[tokens // 2] = 0 if tokens > 1 else page[0]
+    page[-1] = PROLOGUE_PAGES if tokens > 3 else page[-1]
+    widths = {"bf16": 576, "fp8_flat": 576, "fp8_656": 512}
+    pool = {"values": (widths[layout], np.uint16 if layout == "bf16" else np.uint8)}
+    if layout == "fp8_656":
+        pool |= {"scales": (4, np.float32), "rope": (64, np.uint16)}
+    shape = (2, PROLOGUE_PAGES, 64)
+    filled = {name: rng.integers(1, 100, (*shape, w)).astype(dtype) for name, (w, dtype) in pool.items()}
+    for array in filled.values():
+        array[:, 0] = 0
+    return {
+        "q": rng.standard_normal((tokens, 1, heads, nope + 64)).astype(bf16),
+        "compressed": compressed.astype(bf16),
+        "norm": rng.standard_normal((3, 512)).astype(bf16),
+        "w_uk": rng.standard_normal((3, heads, nope, 512)).astype(bf16),
+        "weights_layer": 2,
+        "pool": filled,
+        "layer": 1,
+        "page": page.astype(np.int32)[:, None],
+        "offset": ((7 * np.arange(tokens) + 3) % 64).astype(np.int32)[:, None],
+        "angle": rng.uniform(0, 100, (tokens, 1, 32)).astype(np.float32),
+    }
+
+
+def mla_prologue(case: dict, layout: str) -> tuple[np.ndarray, dict, np.ndarray]:
+    """(query [T, 1, H, 576] f64, pool, [clipped, not finite]) of a ``mla_prologue_case``, token by token."""
+    pool = {name: array.copy() for name, array in case["pool"].items()}
+    counts = np.zeros(2, np.int64)
+    tokens, nope = len(case["q"]), case["w_uk"].shape[2]
+    query = np.zeros((tokens, 1, case["q"].shape[2], 576))
+    f32, bf16, e4m3 = np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+
+    def rounded(x):
+        return np.asarray(x, f32).astype(bf16).astype(f32)
+
+    def rotated(x, angle):
+        cos, sin = np.cos(angle, dtype=f32), np.sin(angle, dtype=f32)
+        even, odd = x[..., 0::2].astype(f32), x[..., 1::2].astype(f32)
+        out = np.zeros(x.shape, f32)
+        out[..., 0::2], out[..., 1::2] = even * cos - odd * sin, odd * cos + even * sin
+        return rounded(out)
+
+    def stored(x, scale, most, narrow, bits):
+        finite = np.isfinite(x)
+        scaled = (np.where(finite, x, 0) / f32(scale)).astype(f32)
+        clipped = np.clip(scaled, -most, most)
+        counts[:] += [np.sum(clipped != scaled), np.sum(~finite)]
+        return clipped.astype(narrow).view(bits)
+
+    in_bf16 = (1.0, float(ml_dtypes.finfo(bf16).max), bf16, np.uint16)
+    in_e4m3 = (448.0, e4m3, np.uint8)
+    for n in range(tokens):
+        angle = case["angle"][n, 0]
+        query[n, 0, :, 512:] = rotated(case["q"][n, 0, :, nope:], angle)
+        for head, q in enumerate(case["q"][n, 0, :, :nope].astype(np.float64)):
+            query[n, 0, head, :512] = q @ case["w_uk"][case["weights_layer"], head].astype(np.float64)
+        token = case["compressed"][n, 0, PROLOGUE_FIRST:]
+        latent = token[:512].astype(f32)
+        factor = f32(1) / np.sqrt(np.mean(latent * latent, dtype=f32) + f32(PROLOGUE_EPSILON))
+        latent = rounded(rounded(latent * factor) * case["norm"][case["weights_layer"]].astype(f32))
+        key = rotated(token[512:576], angle)
+        if not 0 < case["page"][n, 0] < PROLOGUE_PAGES:
+            continue
+        at = (case["layer"], case["page"][n, 0], case["offset"][n, 0])
+        if layout == "fp8_656":
+            scale = np.abs(latent).reshape(4, 128).max(1) * (f32(1) / f32(448))  # as XLA divides
+            pool["scales"][at] = scale
+            pool["values"][at] = stored(latent, np.repeat(scale, 128), *in_e4m3)
+            pool["rope"][at] = stored(key, *in_bf16)
+        else:
+            how = in_bf16 if layout == "bf16" else (PROLOGUE_SCALE, *in_e4m3)
+            pool["values"][at] = stored(np.concatenate([latent, key]), *how)
+    return query, pool, counts
