@@ -7,23 +7,29 @@ indexer of GLM is left out: at a context of 2,048 it selects every token, and th
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
 import functools
+import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from experiments import bench_moe, bench_timing
 from kvmem import record
 from kvmem.models import get_config
 from kvmem.models.config import ModelConfig
-from pallas_kernels import int4_moe, mla_decode
+from pallas_kernels import int4_moe, mla_decode, mla_prologue
 
 LAYERS, DISTINCT, PAGE = 16, 4, 64
 GROUP = 32
+EPSILON = 1e-5
 LAYOUTS = {"bf16": "bf16", "fp8": "fp8_flat"}
 NAIVE_US = {("kimi", "fp8", 1): 120.0, ("kimi", "fp8", 8): 169.0}  # a first version of this layer, pipelined
 
@@ -53,6 +59,7 @@ def dense_weights(model: ModelConfig, seed: int) -> list[dict[str, jax.Array]]:
         layer = {name: normal(k, shape) for k, (name, shape) in zip(keys, shapes.items())}
         layer["router"] = layer["router"].astype(jnp.float32)
         layer["bias"] = jnp.zeros((e,), jnp.float32)
+        layer["kv_norm"] = jnp.ones((latent,), jnp.bfloat16)
         out.append(layer)
     return out
 
@@ -70,26 +77,13 @@ def _matmul(x, w):
 
 def _norm(x):
     x = x.astype(jnp.float32)
-    return (x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5)).astype(jnp.bfloat16)
+    return (x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPSILON)).astype(jnp.bfloat16)
 
 
 def _normed_matmul(x, w):
     """RMSNorm, then the product: the row's factor commutes with it, which saves a pass over x."""
     x32 = x.astype(jnp.float32)
-    return _matmul(x, w) * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-5)
-
-
-def _rope(x, angle):
-    """Interleaved rotation of the last axis, f32 inside."""
-    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    shape = (angle.shape[0], *(1,) * (pairs.ndim - 3), angle.shape[1])
-    cos, sin = (
-        jnp.broadcast_to(cos.reshape(shape), pairs.shape[:-1]),
-        jnp.broadcast_to(sin.reshape(shape), pairs.shape[:-1]),
-    )
-    a, b = pairs[..., 0], pairs[..., 1]
-    return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape).astype(jnp.bfloat16)
+    return _matmul(x, w) * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + EPSILON)
 
 
 def choose(logits_TE, bias_E, choices: int, factor: float):
@@ -106,35 +100,49 @@ def choose(logits_TE, bias_E, choices: int, factor: float):
     return expert, weight / jnp.sum(weight, axis=1, keepdims=True) * factor
 
 
+class Places(NamedTuple):
+    """Where a step's tokens stand: what every layer shares."""
+
+    table: jax.Array
+    length: jax.Array
+    page: jax.Array
+    offset: jax.Array
+    turns: tuple[jax.Array, jax.Array]
+    schedule: mla_decode.Schedule
+
+
+def place(model: ModelConfig, table, length) -> Places:
+    position = length - 1
+    page = jnp.take_along_axis(table, (position // PAGE)[:, None], axis=1, mode="promise_in_bounds")
+    half = model.qk_rope_head_dim // 2
+    frequencies = 1e4 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    groups, _ = mla_decode.column_groups(1, model.num_heads // bench_moe.RANKS)
+    return Places(
+        table,
+        length,
+        page,
+        (position % PAGE)[:, None],
+        mla_prologue.rotation(position[:, None], frequencies),
+        mla_decode.make_schedule(length, max_pages=table.shape[1], groups=groups),
+    )
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers
-def layer_step(model: ModelConfig, layout: str, y, x, values, w, stacks, table, length, angle, schedule):
-    """One layer: the new residual stream and the cache with this step's token written."""
-    q_rank, latent = model.q_lora_rank, model.kv_lora_rank
-    nope, rope, rows = model.qk_nope_head_dim, model.qk_rope_head_dim, x.shape[0]
+def layer_step(model: ModelConfig, layout: str, y, x, values, lost, w, stacks, places: Places):
+    """One layer: the new residual stream, the cache with this step's token written, the experts chosen."""
+    q_rank, rows = model.q_lora_rank, x.shape[0]
+    scale = 1.0 if layout == "fp8_flat" else None
     with jax.named_scope("attention"):
         a = _normed_matmul(x, w["qkv_a"]).astype(jnp.bfloat16)
-        q = _normed_matmul(a[:, :q_rank], w["q_b"]).astype(jnp.bfloat16).reshape(rows, -1, nope + rope)
-        q_latent = jnp.einsum("bhn,hnl->bhl", q[..., :nope], w["w_uk"])
-        q_latent = lax.optimization_barrier(q_latent)  # else one slow loop with the concatenation
-        query = jnp.concatenate([q_latent, _rope(q[..., nope:], angle)], axis=-1)[:, None]
-        parts = [_norm(a[:, q_rank : q_rank + latent]), _rope(a[:, q_rank + latent :], angle)]
-        cached = jnp.concatenate(parts, axis=1)
-        if layout == "bf16":
-            bits = lax.bitcast_convert_type(cached, jnp.uint16)
-        else:
-            clipped = jnp.clip(cached.astype(jnp.float32), -448.0, 448.0)
-            bits = lax.bitcast_convert_type(clipped.astype(jnp.float8_e4m3fn), jnp.uint8)
-        position = length - 1
-        inside = "promise_in_bounds"  # without it XLA adds launches that check
-        page = jnp.take_along_axis(table, (position // PAGE)[:, None], axis=1, mode=inside)[:, 0]
-        if rows == 1:
-            values = lax.dynamic_update_slice(values, bits[None, None], (y, page[0], position[0] % PAGE, 0))
-        else:
-            values = values.at[y, page, position % PAGE].set(bits, mode=inside)
-        scale = 1.0 if layout == "fp8_flat" else None
+        q = _normed_matmul(a[:, :q_rank], w["q_b"]).astype(jnp.bfloat16)
+        query, pool, lost = mla_prologue.mla_prologue(
+            q.reshape(rows, 1, -1, model.qk_head_dim), a[:, None], w["kv_norm"][None], w["w_uk"][None], 0,
+            mla_decode.Pool(values), y, places.page, places.offset, places.turns, lost,
+            layout=layout, epsilon=EPSILON, scale=scale, first=q_rank,
+        )  # fmt: skip
         out, _ = mla_decode.mla_decode(
-            query, mla_decode.Pool(values), y, table, length, softmax_scale=model.softmax_scale,
-            layout=layout, scale=scale, schedule=schedule, out_dtype=jnp.bfloat16,
+            query, pool, y, places.table, places.length, softmax_scale=model.softmax_scale,
+            layout=layout, scale=scale, schedule=places.schedule, out_dtype=jnp.bfloat16,
         )  # fmt: skip
         out = jnp.einsum("bhl,hvl->bhv", out[:, 0], w["w_uv"]).reshape(rows, -1)
         x = x + _matmul(out, w["o"]).astype(jnp.bfloat16)
@@ -148,29 +156,19 @@ def layer_step(model: ModelConfig, layout: str, y, x, values, w, stacks, table, 
         )
         gate, up = jnp.split(_matmul(normed, w["shared_up"]), 2, axis=1)
         shared = _matmul((jax.nn.silu(gate) * up).astype(jnp.bfloat16), w["shared_down"]).astype(jnp.bfloat16)
-        return x + routed + shared, values
+        return x + routed + shared, pool.values, lost, expert
 
 
-def step(model: ModelConfig, layout: str, x, values, dense, stacks, table, length, angle):
-    """Sixteen layers in one program."""
-    heads = model.num_heads // bench_moe.RANKS
-    groups, _ = mla_decode.column_groups(1, heads)
-    schedule = mla_decode.make_schedule(length, max_pages=table.shape[1], groups=groups)
+def step(model: ModelConfig, layout: str, x, values, dense, stacks, table, length):
+    """Sixteen layers in one program: the residual stream, the cache, and the experts of each layer."""
+    places = place(model, table, length)
+    lost = jnp.zeros((x.shape[0], 2), jnp.int32)
+    chosen = []
     for y in range(LAYERS):
-        x, values = layer_step(
-            model,
-            layout,
-            jnp.int32(y),
-            x,
-            values,
-            dense[y % DISTINCT],
-            stacks,
-            table,
-            length,
-            angle,
-            schedule,
-        )
-    return x, values
+        w = dense[y % DISTINCT]
+        x, values, lost, expert = layer_step(model, layout, jnp.int32(y), x, values, lost, w, stacks, places)
+        chosen.append(expert)
+    return x, values, lost, chosen
 
 
 def layer_bytes(model: ModelConfig, layout: str, batch: int, context: int, distinct: float) -> float:
@@ -185,60 +183,123 @@ def layer_bytes(model: ModelConfig, layout: str, batch: int, context: int, disti
     return 2 * dense + 4 * d * model.num_experts + cache + experts
 
 
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One program: a model, a cache format and a batch, every row at ``context`` tokens."""
+
+    name: str
+    fmt: str
+    batch: int
+    context: int = 2048
+
+    @property
+    def key(self) -> str:
+        return f"layer.{self.name}.{self.fmt}.b{self.batch}"
+
+    @property
+    def model(self) -> ModelConfig:
+        return get_config(bench_moe.NAMES[self.name])
+
+    @property
+    def cache(self) -> jax.ShapeDtypeStruct:
+        pages = self.batch * self.context // PAGE + 1
+        dtype = jnp.uint16 if self.fmt == "bf16" else jnp.uint8
+        return jax.ShapeDtypeStruct((LAYERS, pages, PAGE, self.model.cache_width), dtype)
+
+    def compile(self, stacks: tuple, dense: list) -> Callable:
+        array, rows = jax.ShapeDtypeStruct, self.batch
+        x = array((rows, self.model.hidden_size), jnp.bfloat16)
+        table, length = array((rows, self.context // PAGE), jnp.int32), array((rows,), jnp.int32)
+        program = jax.jit(functools.partial(step, self.model, LAYOUTS[self.fmt]), donate_argnums=(1,))
+        return program.lower(x, self.cache, dense, stacks, table, length).compile()
+
+    def inputs(self, seed: int) -> tuple[jax.Array, ...]:
+        """Tokens, a cache of other tokens, a table of pages in random order, lengths."""
+        keys = jax.random.split(jax.random.key(seed), 3)
+        pages = self.context // PAGE
+        order = jax.random.permutation(keys[0], self.batch * pages) + 1
+        cached = jax.random.normal(keys[1], self.cache.shape[1:])
+        narrow = cached.astype(jnp.bfloat16 if self.fmt == "bf16" else jnp.float8_e4m3fn)
+        bits = lax.bitcast_convert_type(narrow, self.cache.dtype)
+        x = jax.random.normal(keys[2], (self.batch, self.model.hidden_size)).astype(jnp.bfloat16)
+        return (
+            x,
+            jnp.array(jnp.broadcast_to(bits[None], self.cache.shape)),
+            order.reshape(self.batch, pages).astype(jnp.int32),
+            jnp.full((self.batch,), self.context, jnp.int32),
+        )
+
+
+def distinct_experts(chosen: Sequence[jax.Array], model: ModelConfig) -> float:
+    """Distinct experts a layer, mean over layers.
+
+    Raises:
+      RuntimeError: tokens agree on experts more than under uniform routing: the layer would be too fast.
+    """
+    distinct = float(np.mean([len(np.unique(np.asarray(each))) for each in chosen]))
+    e, k = model.num_experts, model.experts_per_token
+    uniform = e * (1.0 - (1.0 - k / e) ** chosen[0].shape[0])
+    if distinct < 0.9 * uniform:
+        raise RuntimeError(f"{distinct:.1f} distinct experts a layer; uniform routing has {uniform:.1f}")
+    return distinct
+
+
 def run(
     name: str, formats: Sequence[str], batches: Sequence[int], recorder: record.Recorder, *,
-    context: int = 2048, deadline: float = math.inf, seed: int = 0,
+    deadline: float = math.inf, seed: int = 0, compilers: int = 4,
 ) -> list[str]:  # fmt: skip
-    """Measure and record ``layer.<name>.<format>.b<batch>.us``, ``.launches``, ``.bytes``; table rows."""
-    model = get_config(bench_moe.NAMES[name])
-    stacks, dense = all_weights(model, seed)
+    """Measure and record ``layer.<name>.<format>.b<batch>.us``, ``.launches``, ``.bytes``; table rows.
+
+    Programs compile ahead of all measurements in ``compilers`` threads: a busy host would hold up launches.
+    Cells that ``deadline`` (on time.monotonic) leaves no time for are absent.
+    """
+    cells = [Cell(name, fmt, batch) for fmt, batch in itertools.product(formats, batches)]
+    stacks, dense = all_weights(get_config(bench_moe.NAMES[name]), seed)
+    with concurrent.futures.ThreadPoolExecutor(compilers) as threads:
+        programs = dict(zip(cells, threads.map(lambda cell: cell.compile(stacks, dense), cells), strict=True))
     rows = []
-    for fmt in formats:
-        layout = LAYOUTS[fmt]
-        dtype = jnp.uint16 if layout == "bf16" else jnp.uint8
-        for batch in batches:
-            key = f"layer.{name}.{fmt}.b{batch}"
-            if time.monotonic() > deadline:
-                recorder.absent(f"{key}.us", "the time of this run was used up")
-                continue
-            pages = context // PAGE
-            order = jax.random.permutation(jax.random.key(seed + 2), batch * pages) + 1
-            table = order.reshape(batch, pages).astype(jnp.int32)
-            cached = jax.random.normal(jax.random.key(seed + 3), (batch * pages + 1, PAGE, model.cache_width))
-            narrow = cached.astype(jnp.bfloat16 if layout == "bf16" else jnp.float8_e4m3fn)
-            bits = lax.bitcast_convert_type(narrow, dtype)
-            values = jnp.array(jnp.broadcast_to(bits[None], (LAYERS, *bits.shape)))
-            length = jnp.full((batch,), context, jnp.int32)
-            half = model.qk_rope_head_dim // 2
-            angle = length[:, None] * (1e4 ** (-jnp.arange(half) / half))[None, :]
-            x = jax.random.normal(jax.random.key(seed + 4), (batch, model.hidden_size)).astype(jnp.bfloat16)
-            program = jax.jit(functools.partial(step, model, layout), donate_argnums=(1,))
-            state = {"values": values}
-            del values
-
-            def once(program=program, state=state, x=x, table=table, length=length, angle=angle):
-                out, state["values"] = program(x, state["values"], dense, stacks, table, length, angle)
-                return out
-
-            timing = bench_timing.measure(once, LAYERS)
-            e, k = model.num_experts, model.experts_per_token
-            distinct = e * (1.0 - (1.0 - k / e) ** batch)
-            moved = layer_bytes(model, layout, batch, context, distinct)
-            recorder.metric(f"{key}.us", timing.us)
-            recorder.metric(f"{key}.launches", timing.launches)
-            recorder.metric(f"{key}.wall_us", timing.wall_us)
-            recorder.metric(f"{key}.spread", timing.spread)
-            recorder.metric(f"{key}.bytes", moved)
-            recorder.metric(f"{key}.floor_us", moved / bench_timing.PEAK_GBPS / 1e3)
-            if (name, fmt, batch) in NAIVE_US:
-                recorder.metric(f"{key}.naive_us", NAIVE_US[name, fmt, batch])
-            rows.append(
-                f"{key:24s} {timing.us:7.1f} us  {timing.launches:5.1f} launches  wall {timing.wall_us:7.1f}"
-                f"  floor {moved / bench_timing.PEAK_GBPS / 1e3:6.1f}"
-            )
-            print(rows[-1], flush=True)
-            top = sorted(timing.kernels.items(), key=lambda item: -item[1])[:24]
-            for kernel, us in top:
-                print(f"    {kernel[:70]:70s} {us:7.2f}", flush=True)
-            state.clear()
+    for cell, program in programs.items():
+        if time.monotonic() > deadline:
+            recorder.absent(f"{cell.key}.us", "the time of this run was used up")
+            continue
+        rows.append(_measure(cell, program, stacks, dense, recorder, seed))
     return rows
+
+
+def _measure(cell: Cell, program: Callable, stacks, dense, recorder: record.Recorder, seed: int) -> str:
+    x, values, table, length = cell.inputs(seed + 2)
+    state = {"values": values}
+    del values  # donated
+
+    def once():
+        out, state["values"], _, chosen = program(x, state["values"], dense, stacks, table, length)
+        return out, chosen
+
+    out, chosen = once()
+    if not np.isfinite(np.asarray(out, np.float32)).all():
+        raise RuntimeError(f"{cell.key}: the residual stream is not finite")
+    distinct = distinct_experts(chosen, cell.model)
+    timing = bench_timing.measure(once, LAYERS)
+    moved = layer_bytes(cell.model, LAYOUTS[cell.fmt], cell.batch, cell.context, distinct)
+    floor = moved / bench_timing.PEAK_GBPS / 1e3
+    measured = {
+        "us": timing.us,
+        "launches": timing.launches,
+        "wall_us": timing.wall_us,
+        "spread": timing.spread,
+        "bytes": moved,
+        "floor_us": floor,
+        "distinct_experts": distinct,
+    }
+    if naive := NAIVE_US.get((cell.name, cell.fmt, cell.batch)):
+        measured["naive_us"] = naive
+    for metric, value in measured.items():
+        recorder.metric(f"{cell.key}.{metric}", value)
+    row = (
+        f"{cell.key:24s} {timing.us:7.1f} us  {timing.launches:5.1f} launches  wall {timing.wall_us:7.1f}"
+        f"  floor {floor:6.1f}  experts {distinct:5.1f}"
+    )
+    print(row, flush=True)
+    for kernel, us in sorted(timing.kernels.items(), key=lambda item: -item[1])[:24]:
+        print(f"    {kernel[:70]:70s} {us:7.2f}", flush=True)
+    return row

@@ -34,7 +34,8 @@ def weights(model: ModelConfig, group: int, layers: int, seed: int) -> tuple[jax
 
     @functools.partial(jax.jit, static_argnums=(1,))
     def ints(key, shape):
-        return jax.random.randint(key, shape, -8, 8, dtype=jnp.int8).astype(jnp.int4)
+        # Symmetric: a mean would push all tokens in one direction, and with it to the same experts.
+        return jax.random.randint(key, shape, -7, 8, dtype=jnp.int8).astype(jnp.int4)
 
     @functools.partial(jax.jit, static_argnums=(1,))
     def scales(key, shape):

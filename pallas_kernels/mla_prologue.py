@@ -317,7 +317,7 @@ def mla_prologue(
     lost = jnp.pad(lost, ((0, padding), (0, 0))) if padding else lost
     state = {name: array for name, array in pool._asdict().items() if array is not None} | {"lost": lost}
     refs = {name: jax.new_ref(array) for name, array in state.items()}
-    scratch = {}
+    scratch: dict = {}
     if static.tokens % 8 == 0:
         scratch = {
             "w": plgpu.SMEM((static.nope, TILE), jnp.bfloat16, transforms=_B16),

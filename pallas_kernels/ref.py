@@ -133,7 +133,7 @@ def mla_prologue_case(layout: str, tokens: int, heads: int, nope: int) -> dict:
     page[tokens // 2] = 0 if tokens > 1 else page[0]
     page[-1] = PROLOGUE_PAGES if tokens > 3 else page[-1]
     widths = {"bf16": 576, "fp8_flat": 576, "fp8_656": 512}
-    pool = {"values": (widths[layout], np.uint16 if layout == "bf16" else np.uint8)}
+    pool: dict = {"values": (widths[layout], np.uint16 if layout == "bf16" else np.uint8)}
     if layout == "fp8_656":
         pool |= {"scales": (4, np.float32), "rope": (64, np.uint16)}
     shape = (2, PROLOGUE_PAGES, 64)

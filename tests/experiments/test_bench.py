@@ -52,3 +52,19 @@ def test_layer_bytes_of_more_rows_grow_by_cache_and_experts():
     more = bench_layer.layer_bytes(model, "fp8_flat", 3, 2048, 24.0)
     expert = 3 * 256 * 7168 * (1 / 2 + 2 / 32)
     assert more - few == pytest.approx(2 * 2048 * 576 + 16 * expert)
+
+
+def test_distinct_experts_of_tokens_that_agree_are_refused():
+    model = dataclasses.replace(get_config("kimi_tiny_tp8"), num_experts=96, experts_per_token=4)
+    spread = [jnp.arange(12, dtype=jnp.int32).reshape(3, 4) + 5 * y for y in range(2)]
+    assert bench_layer.distinct_experts(spread, model) == 12.0
+    with pytest.raises(RuntimeError, match=r"8\.0 distinct experts a layer; uniform routing has 11\.5"):
+        bench_layer.distinct_experts([jnp.array([[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]])] * 2, model)
+
+
+def test_weights_of_the_benchmark_push_tokens_nowhere():
+    model = dataclasses.replace(
+        get_config("kimi_tiny_tp8"), hidden_size=192, expert_ffn_size=512, num_experts=5
+    )
+    w_up = bench_moe.weights(model, 32, 2, seed=3)[0].astype(jnp.float32)
+    assert abs(float(w_up.mean())) < 4 * 4.3 / w_up.size**0.5  # four standard errors of a mean of zero
