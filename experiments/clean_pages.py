@@ -130,7 +130,7 @@ def check_cost(detector: str, num_pages: int, *, rows: int = 64, repeats: int = 
 def device_operations(program: str) -> int:
     """Counts what the entry of a compiled program runs: its instructions but those that only name values."""
     entry = program.split("\nENTRY ")[1].split("\n}")[0]
-    kinds = re.findall(r"^ +(?:ROOT )?%?\S+ = (?:\([^=]*\)|\S+) ([\w-]+)\(", entry, re.MULTILINE)
+    kinds = re.findall(r"^ +(?:ROOT )?%?\S+ = .*? ([a-z][\w-]*)\(", entry, re.MULTILINE)
     return sum(kind not in _NAMES_ONLY for kind in kinds)
 
 

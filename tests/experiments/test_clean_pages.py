@@ -49,7 +49,7 @@ ENTRY %main (a: s32[3]) -> (s32[3], s32[]) {
   %a = s32[3]{0} parameter(0)
   %c = s32[] constant(3)
   %f = s32[3]{0} fusion(%a), kind=kLoop, calls=%fused
-  %w = (s32[3]{0}, s32[]) while(%f), condition=%x, body=%y
+  %w = (s32[3]{0}, (s32[], pred[]), /*index=5*/s32[]) while(%f), condition=%x, body=%y
   %g = s32[3]{0} get-tuple-element(%w), index=0
   %b = s32[3]{0} copy(%g)
   ROOT %t = (s32[3]{0}, s32[]) tuple(%b, %c)
