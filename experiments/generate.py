@@ -110,7 +110,7 @@ def generate(
             prefill=formats["prefill"],
             decode=formats["decode"],
         ),
-        mesh,
+        dict.fromkeys(formats, mesh),
         param_specs=None if mesh is None else split,
         detokenize=tokenizer.decode,
     )

@@ -7,7 +7,8 @@ drops it too.
 
 Fault injection: ``inject(fn, pool)`` hands ``fn`` the state of a pool (``"prefill"`` or ``"decode"``, a
 ``step.PoolState``) before the next launch and takes its return value in exchange; with ``"transfer"``, ``fn``
-gets each ``transfer.Order`` between begin and deliver, and may change it or raise TransferFailed.
+gets each ``transfer.Order`` before its bytes move, and may change it, delay it (``transfers.Late``) or raise
+TransferFailed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvmem.engine.router import Load
 from kvmem.engine.scheduler import Chunk, Phase, Plan, Scheduler
 from kvmem.engine.scheduler import Sequence as Row
 from kvmem.engine.step import Cause, PoolState, StepReport
+from kvmem.engine.transfers import Transfers
 from kvmem.models.config import ModelConfig
 
 
@@ -55,8 +57,8 @@ class Engine:
       model: the model's configuration.
       params: parameters by phase, as ``EngineConfig.prefill.weights`` and ``.decode.weights`` hold them.
       config: sizes, formats and policies.
-      mesh: of one axis ``tp``, or None for a single device. ``param_specs`` then gives the partition specs by
-        phase.
+      meshes: by phase, each of one axis ``tp`` or None for the first device; the two may be of different
+        devices and sizes. ``param_specs`` then gives the partition specs by phase.
       detokenize: token ids to text; needed for stop strings.
       clock: seconds; the engine counts from its start.
       salt: of the prefix tree.
@@ -70,7 +72,7 @@ class Engine:
         model: ModelConfig,
         params: Mapping[str, Any],
         config: EngineConfig,
-        mesh: Mesh | None = None,
+        meshes: Mapping[str, Mesh | None] | None = None,
         *,
         param_specs: Mapping[str, Any] | None = None,
         detokenize: Callable[[Sequence[int]], str] | None = None,
@@ -79,7 +81,8 @@ class Engine:
     ):
         self.model = model
         self.config = config
-        self.pools = DevicePools(model, params, config, mesh, param_specs)
+        self.pools = DevicePools(model, params, config, meshes, param_specs)
+        self.transfers = Transfers(self.pools, config)
         self.books = PrefillBooks(config, salt)
         self.scheduler = Scheduler(config, model.max_context, lambda sequence: self.books.take(sequence))
         self.incidents: list[Incident] = []
@@ -119,6 +122,7 @@ class Engine:
         begun, busy = time.perf_counter(), time.thread_time()
         events: list[Event] = []
         self._strike()
+        self._arrivals(events)
         plan = self.scheduler.plan(self.now())
         planned = time.perf_counter()
         launched = self._carry_out(plan, events)
@@ -161,7 +165,7 @@ class Engine:
     def row_of(self, request_id: str) -> tuple[str, int]:
         """The pool and row in which a request is now: ("", -1) if in none."""
         sequence = self.scheduler.live.get(request_id)
-        if sequence is not None and sequence.phase is Phase.DECODE:
+        if sequence is not None and sequence.phase in (Phase.MOVING, Phase.DECODE):
             return "decode", sequence.decode_row
         if sequence is not None and sequence.phase in (Phase.PREFILL, Phase.PREFILLED, Phase.READY):
             return "prefill", sequence.prefill_row
@@ -230,6 +234,7 @@ class Engine:
         out |= {f"prefill_pages.{k}": v for k, v in self.pools.counts("prefill").items()}
         out |= {f"decode_pages.{k}": v for k, v in self.pools.counts("decode").items()}
         out |= {"prefix_pages": len(self.books.tree), "transfers": self.counters["transfers"]}
+        out |= {"transfers_open": len(self.transfers), "transfers_late": self.transfers.late}
         reuse = ("evicted_pages", "widened_pages", "recomputed_tokens", "refused_tokens")
         out |= {name: self.books.counters[name] for name in reuse}
         return out
@@ -298,23 +303,28 @@ class Engine:
         entries = [(s, s.attempt, s.decode_row, True) for s in sequences]
         return _Flight("decode", report, entries, None if self._distrust else self.scheduler.decode_free)
 
+    def _arrivals(self, events: list[Event]) -> None:
+        """Lets requests decode whose bytes have arrived, and fails those whose lease is over."""
+        for sequence, why in self.transfers.poll(self.now()):
+            if why:
+                self._fail(sequence, "transfer", Cause.TRANSFER, None, events, why)
+            else:
+                self.scheduler.landed(sequence)
+                self.counters["transfers"] += 1
+
     def _transfer(self, sequence: Row, events: list[Event]) -> None:
-        """Moves a prefilled request into its decode row. What fails here fails this request only."""
+        """Begins to move a prefilled request into its decode row. What fails here fails this request only."""
         begun = time.perf_counter()
-        request = sequence.request
         try:
             fingerprint.require_equal(
                 "hand-over to decode", self.pools.fingerprints["prefill"], self._agreed["prefill"]
             )
-            self.pools.transfer(
-                sequence.prefill_row,
-                sequence.decode_row,
-                sequence.tokens[sequence.position - 1],
-                request.sampling,
-                self._faults["transfer"],
-            )
+            done = self.transfers.begin(sequence, self.now(), self._faults["transfer"])
             self._release_prefill(sequence)
-            self.counters["transfers"] += 1
+            if done:
+                self.counters["transfers"] += 1
+            else:
+                self.scheduler.moving(sequence)
         except (TransferFailed, FingerprintMismatch) as error:
             self._fail(sequence, "transfer", Cause.TRANSFER, None, events, str(error))
         self.seconds["transfer"] += time.perf_counter() - begun
@@ -327,6 +337,7 @@ class Engine:
     def _vacate(self, sequence: Row) -> None:
         """Gives back whatever a sequence held; called after the scheduler has let it go."""
         self._release_prefill(sequence)
+        self.transfers.abandon(sequence)
         self._moved.pop(sequence, None)
         if sequence.decode_row >= 0:
             self._releases["decode"].add(sequence.decode_row)

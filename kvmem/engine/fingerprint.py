@@ -28,6 +28,7 @@ class PoolFingerprint:
       sampling: the defaults that apply when a request names nothing.
       cache_policy: integrity detector, prefix cache and reuse of decode-made pages.
       numerics: attention form, implementation, batch invariance, prefill chunk.
+      ranks: of tensor parallelism, whose sums round by their number.
       software: versions that the programs are compiled by.
     """
 
@@ -41,6 +42,7 @@ class PoolFingerprint:
     sampling: str
     cache_policy: str
     numerics: str
+    ranks: int
     software: str
 
     @property
@@ -50,11 +52,13 @@ class PoolFingerprint:
 
 
 # What the two phases of one engine may differ in: that is the point of having two.
-PHASE_FIELDS = frozenset({"weights", "parameters", "cache", "index", "scale"})
+PHASE_FIELDS = frozenset({"weights", "parameters", "cache", "index", "scale", "ranks"})
 
 
-def of_pool(model: ModelConfig, params: Any, phase: PhaseFormat, config: EngineConfig) -> PoolFingerprint:
-    """The fingerprint of a pool that runs ``params`` in ``phase`` format."""
+def of_pool(
+    model: ModelConfig, params: Any, phase: PhaseFormat, config: EngineConfig, ranks: int = 1
+) -> PoolFingerprint:
+    """The fingerprint of a pool that runs ``params`` in ``phase`` format on ``ranks`` devices."""
     return PoolFingerprint(
         model=_digest(model),
         weights=phase.weights,
@@ -67,6 +71,7 @@ def of_pool(model: ModelConfig, params: Any, phase: PhaseFormat, config: EngineC
         cache_policy=f"{config.integrity} prefix={config.prefix_cache} reuse={config.reuse}",
         numerics=f"{config.attention} {config.implementation} {config.reduction} "
         f"invariant={config.batch_invariant} chunk={config.prefill_chunk}",
+        ranks=ranks,
         software=" ".join(f"{name} {_version(name)}" for name in ("kvmem", "jax", "jaxlib")),
     )
 

@@ -13,13 +13,15 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from kvmem.cache import pages
-from kvmem.cache.integrity import IntegrityReport
-from kvmem.engine import fingerprint, rows, step
+from kvmem.cache.transfer import Order, Shipment
+from kvmem.engine import fingerprint, handover, rows, step
 from kvmem.engine.fingerprint import PoolFingerprint
+from kvmem.engine.handover import Offer, Receipt
 from kvmem.engine.request import EngineConfig, SamplingParams, bucket
+from kvmem.engine.rows import RowStart
 from kvmem.engine.step import PoolState, StepConfig, StepReport
 from kvmem.models import decoder
 from kvmem.models.config import ModelConfig
@@ -41,6 +43,32 @@ class CompileCounter:
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
+@dataclasses.dataclass
+class Parcel:
+    """A row on its way from the prefill to the decode pool.
+
+    Attributes:
+      first: the decode row and its first values.
+      tokens: that its pages hold.
+      order: what moves where, as the faults of a test left it; on the decode pool's devices.
+      offered, receipt: what is pinned on either side; ``pinned`` says on which it still is.
+      shipment: what has been sent between meshes, else None.
+    """
+
+    first: RowStart
+    tokens: int
+    order: Order
+    offered: Offer
+    receipt: Receipt
+    pinned: set[Pool]
+    shipment: Shipment | None = None
+
+    @property
+    def here(self) -> bool:
+        """Whether what was shipped has arrived on the decode pool's devices."""
+        return all(leaf.is_ready() for leaf in jax.tree.leaves(self.shipment))
+
+
 class DevicePools:
     """A prefill pool and a decode pool with their parameters; see Engine for the arguments."""
 
@@ -49,18 +77,21 @@ class DevicePools:
         model: ModelConfig,
         params: Mapping[str, Any],
         config: EngineConfig,
-        mesh: Mesh | None,
-        param_specs: Mapping[str, Any] | None,
+        meshes: Mapping[str, Mesh | None] | None = None,
+        param_specs: Mapping[str, Any] | None = None,
     ):
-        if mesh is not None and param_specs is None:
+        self._meshes = dict.fromkeys(POOLS) if meshes is None else dict(meshes)
+        if set(self._meshes) != set(POOLS):
+            raise ValueError(f"meshes of {sorted(self._meshes)}: one each is needed for {list(POOLS)}")
+        if param_specs is None and any(mesh is not None for mesh in self._meshes.values()):
             raise ValueError("a mesh needs param_specs by phase")
+        self.apart = self._meshes["prefill"] != self._meshes["decode"]
         self.model = model
         self.config = config
         self.params = dict(params)
-        self._mesh = mesh
         self._param_specs = param_specs
         self._formats = {"prefill": config.prefill, "decode": config.decode}
-        self.fingerprints = {pool: self.fingerprint(pool) for pool in POOLS}
+        self.fingerprints: dict[Pool, PoolFingerprint] = {pool: self.fingerprint(pool) for pool in POOLS}
         fingerprint.require_equal(
             "engine start",
             self.fingerprints["prefill"],
@@ -74,9 +105,11 @@ class DevicePools:
         self.states: dict[Pool, PoolState] = {}
         self.reset()
 
-    def fingerprint(self, pool: str) -> PoolFingerprint:
+    def fingerprint(self, pool: Pool) -> PoolFingerprint:
         """What the pool is made of now."""
-        return fingerprint.of_pool(self.model, self.params[pool], self._formats[pool], self.config)
+        mesh = self._meshes[pool]
+        ranks = 1 if mesh is None else mesh.size
+        return fingerprint.of_pool(self.model, self.params[pool], self._formats[pool], self.config, ranks)
 
     def reset(self) -> None:
         """Empties both pools."""
@@ -96,11 +129,20 @@ class DevicePools:
             detector=config.integrity,
             origin=self.origin[pool],
         )
-        if self._mesh is None:
-            return state
-        return jax.device_put(state, NamedSharding(self._mesh, PartitionSpec()))
+        return state if self._meshes[pool] is None else jax.device_put(state, self._place(pool))
 
-    def step_config(self, num_rows: int, columns: int) -> StepConfig:
+    def _place(self, pool: Pool) -> Sharding:
+        """Where a pool's state is: on every rank of its mesh, or on the first device."""
+        mesh = self._meshes[pool]
+        return (
+            SingleDeviceSharding(jax.devices()[0]) if mesh is None else NamedSharding(mesh, PartitionSpec())
+        )
+
+    def _send(self, values: Any, pool: Pool) -> Any:
+        """Launches the copy of arrays to a pool's devices, if they are not there."""
+        return jax.device_put(values, self._place(pool)) if self.apart else values
+
+    def step_config(self, pool: Pool, num_rows: int, columns: int) -> StepConfig:
         """What a step over the first ``num_rows`` rows and ``columns`` table columns is compiled for."""
         config = self.config
         return StepConfig(
@@ -113,20 +155,21 @@ class DevicePools:
             attention=config.attention,
             implementation=config.implementation,
             reduction=config.reduction,
-            axis=None if self._mesh is None else "tp",
+            axis=None if self._meshes[pool] is None else "tp",
         )
 
     @functools.cached_property
     def _check_config(self) -> StepConfig:
         """For checks between steps: all pages; every rank holds the same values and no axis is bound."""
-        config = self.step_config(self.config.max_rows, self.config.max_pages_per_row)
+        config = self.step_config("decode", self.config.max_rows, self.config.max_pages_per_row)
         return dataclasses.replace(config, axis=None, digest_pages=None)
 
     def _step(self, pool: Pool, num_rows: int, columns: int) -> step.StepFunction:
         key = (pool, num_rows, columns)
         if key not in self._steps:
             specs = None if self._param_specs is None else self._param_specs[pool]
-            self._steps[key] = step.compile_step(pool, self.step_config(num_rows, columns), self._mesh, specs)
+            config = self.step_config(pool, num_rows, columns)
+            self._steps[key] = step.compile_step(pool, config, self._meshes[pool], specs)
         return self._steps[key]
 
     def columns(self, tokens: int) -> int:
@@ -176,32 +219,64 @@ class DevicePools:
             np.int32(total),
         )
 
-    def transfer(
-        self, source_row: int, row: int, token: int, sampling: SamplingParams, faults: Sequence[Fault] = ()
-    ) -> IntegrityReport:
-        """Moves a prefilled row into a decode row; what fails on the device leaves the decode row dead.
+    def begin_transfer(
+        self, source_row: int, row: int, tokens: int, token: int, sampling: SamplingParams
+    ) -> Parcel:
+        """Pins a prefilled row of ``tokens`` tokens, and pages for it in a decode row; writes the order."""
+        self.states["prefill"], offered, _ = handover.offer(
+            self.states["prefill"], np.int32(source_row), config=self._check_config
+        )
+        self.states["decode"], order, receipt = handover.receive(
+            self.states["decode"], np.int32(row), self._send(offered, "decode")
+        )
+        return Parcel(rows.start(row, token, sampling), tokens, order, offered, receipt, set(POOLS))
 
-        Raises:
-          TransferFailed: if a fault does; both sides are unpinned and the decode row holds its pages.
-        """
-        source, destination, order, check, intact = rows.transfer_begin(
+    def deliver(self, parcel: Parcel) -> None:
+        """Moves a parcel inside one mesh; what fails on the device leaves the decode row dead."""
+        self.states["decode"] = handover.deliver(
             self.states["prefill"],
             self.states["decode"],
-            np.int32(source_row),
-            np.int32(row),
-            config=self._check_config,
+            parcel.order,
+            parcel.first,
+            parcel.offered.intact,
+            np.uint32(self.origin["prefill"]),
         )
-        held = order
-        try:
-            for fault in faults:
-                order = fault(order)
-            first = rows.start(row, token, sampling)
-            origin = np.uint32(self.origin["prefill"])
-            destination = rows.transfer_deliver(source, destination, order, first, intact, origin)
-        finally:
-            source, destination = rows.transfer_end(source, destination, held)
-            self.states = {"prefill": source, "decode": destination}
-        return check
+        self.unpin(parcel)
+
+    def ship(self, parcel: Parcel) -> None:
+        """Reads and converts a parcel's source pages, unpins them and launches the copy."""
+        sent = handover.ship(
+            self.states["prefill"],
+            self._send(parcel.order, "prefill"),
+            columns=self.columns(parcel.tokens),
+            form=self.config.decode,
+        )
+        parcel.shipment = self._send(sent, "decode")
+        self._unpin(parcel, "prefill")
+
+    def land(self, parcel: Parcel) -> None:
+        """Stores a shipment that has arrived; what fails on the device leaves the decode row dead."""
+        self.states["decode"] = handover.land(
+            self.states["decode"],
+            parcel.order,
+            parcel.shipment,
+            parcel.first,
+            self._send(parcel.offered.intact, "decode"),
+            parcel.receipt.epoch,
+            np.uint32(self.origin["prefill"]),
+            columns=self.columns(parcel.tokens),
+        )
+        self.unpin(parcel)
+
+    def unpin(self, parcel: Parcel) -> None:
+        """Takes the pins that a parcel still has."""
+        for pool in tuple(parcel.pinned):
+            self._unpin(parcel, pool)
+
+    def _unpin(self, parcel: Parcel, pool: Pool) -> None:
+        parcel.pinned.remove(pool)
+        held = parcel.offered if pool == "prefill" else parcel.receipt
+        self.states[pool] = handover.unpin(self.states[pool], held.page_M, held.count)
 
     def widen(self, row: int, first: int, count: int) -> list[tuple[int, int]]:
         """Converts pages of a decode row into prefill pages, held by the spare prefill row.
@@ -211,15 +286,20 @@ class DevicePools:
         Returns:
           (page, generation) of each; empty if the row failed its check or the pool had no room.
         """
-        self.states["prefill"], held = rows.widen(
-            self.states["prefill"],
+        read = handover.widen_out(
             self.states["decode"],
             np.int32(row),
-            np.int32(self.config.prefill_rows),
             np.int32(first),
+            columns=self.columns(count * self.config.page_size),
+            config=self._check_config,
+        )
+        self.states["prefill"], held = handover.widen_in(
+            self.states["prefill"],
+            np.int32(self.config.prefill_rows),
+            *self._send(read, "prefill"),
             np.int32(count),
             np.uint32(self.origin["decode"]),
-            config=self._check_config,
+            form=self.config.decode,
         )
         page_M, generation_M, ok = jax.device_get(held)
         return list(zip(page_M[:count].tolist(), generation_M[:count].tolist(), strict=True)) if ok else []
@@ -283,9 +363,15 @@ class DevicePools:
         self.hold("drop", [pages.PADDING_PAGE])
         self.admit(0, greedy, [], 1)
         self.prefill([(0, [1])], 1)
-        self.transfer(0, 0, 0, greedy)
-        if config.reuse == "widen":
-            self.widen(0, 0, 1)
+        if not self.apart:
+            self.deliver(self.begin_transfer(0, 0, 1, 0, greedy))
+        for columns in page_buckets:
+            if self.apart:
+                parcel = self.begin_transfer(0, 0, columns * config.page_size, 0, greedy)
+                self.ship(parcel)
+                self.land(parcel)
+            if config.reuse == "widen":
+                self.widen(0, 0, columns)
         self.move_in(0, 0, greedy, jax.device_get(self.move_out(0)))
         for pool in POOLS:
             self.release(pool, [0])

@@ -215,6 +215,7 @@ class EngineConfig:
       max_bypass: how often a request at the head of the queue may be overtaken by smaller ones.
       retry_budget: retries after an integrity abort, for each request and ...
       retry_budget_per_1000: ... for each thousand requests, so that a hot fault makes no retry storm.
+      lease_s: seconds on the engine's clock that a transfer into the decode pool may take.
       prefix_cache: keep finished prompt pages in a radix tree.
       reuse: what a later prefill does with pages that decode made, one of REUSE_POLICIES.
       overlap: launch step n+1 before reading step n.
@@ -239,6 +240,7 @@ class EngineConfig:
     max_bypass: int = 16
     retry_budget: int = 0
     retry_budget_per_1000: int = 10
+    lease_s: Real = 30.0
     prefix_cache: bool = True
     reuse: str = "recompute"
     overlap: bool = True

@@ -1,4 +1,4 @@
-"""Operations on a pool between steps: rows come, go, move out and back, and cross from prefill to decode.
+"""Operations on a pool between steps: rows come, go, move out and back.
 
 Each is one small jitted program of fixed shapes that takes the state (donated) and returns it. What can fail
 on the device leaves the row dead with its cause, which the next step reports; no operation waits for the
@@ -16,7 +16,7 @@ from flax import struct
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, UInt32
 
-from kvmem.cache import integrity, pages, store, tags, transfer
+from kvmem.cache import integrity, pages, store, tags
 from kvmem.cache.integrity import IntegrityReport
 from kvmem.cache.pages import PADDING_PAGE
 from kvmem.cache.store import PageBlock
@@ -54,11 +54,13 @@ def start(row: int, token: int, params: SamplingParams) -> RowStart:
     )
 
 
-def _one_row(state: PoolState, row: ArrayLike) -> Bool[Array, "B"]:
+def one_row(state: PoolState, row: ArrayLike) -> Bool[Array, "B"]:
+    """The mask of one row."""
     return jnp.arange(state.cause_B.shape[0]) == row
 
 
-def _start(state: PoolState, first: RowStart, cause: Int[Array, ""]) -> PoolState:
+def begin(state: PoolState, first: RowStart, cause: Int[Array, ""]) -> PoolState:
+    """Gives a row its first values and its cause."""
     s, at = state.sampler, first.row
     sampler = SamplerRows(
         temperature_B=s.temperature_B.at[at].set(first.temperature),
@@ -92,13 +94,13 @@ def admit(
     page_state, shared = pages.share(
         state.pages, first.row, page_M, count, count * state.pages.page_size, generation_M
     )
-    mask_B = _one_row(state, first.row)
+    mask_B = one_row(state, first.row)
     want_B = jnp.where(mask_B & shared, pages_total - count, 0)
     page_state, ok_B = pages.allocate(page_state, want_B)
     expectation = tags.extend(state.expectation, page_state, mask_B & shared)
     cause = jnp.where(shared, jnp.where(ok_B[first.row], Cause.OK, Cause.NO_PAGES), Cause.STALE_PREFIX)
     state = dataclasses.replace(state, pages=page_state, expectation=expectation)
-    return _start(state, first, cause.astype(jnp.int32))
+    return begin(state, first, cause.astype(jnp.int32))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -148,7 +150,7 @@ class RowBytes:
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="config")
 def move_out(state: PoolState, row: Int[Array, ""], *, config: StepConfig) -> tuple[PoolState, RowBytes]:
     """Checks a row, reads its pages' bytes and gives the pages back."""
-    mask_B = _one_row(state, row)
+    mask_B = one_row(state, row)
     check = guard(config, state, mask_B & (state.cause_B == Cause.OK))
     ok = integrity.alive(check, mask_B & (state.cause_B == Cause.OK))[row]
     page_M = jnp.where(ok, state.pages.table_BM[row], PADDING_PAGE)
@@ -171,7 +173,7 @@ def move_in(state: PoolState, first: RowStart, moved: RowBytes) -> PoolState:
     """Puts moved-out bytes into fresh pages of an empty row; the row starts dead if the pool cannot hold
     it.
     """
-    mask_B = _one_row(state, first.row)
+    mask_B = one_row(state, first.row)
     page_state, ok_B = pages.append(state.pages, jnp.where(mask_B, moved.length, 0))
     ok = ok_B[first.row] & moved.ok
     expectation = tags.extend(state.expectation, page_state, mask_B & ok)
@@ -190,143 +192,4 @@ def move_in(state: PoolState, first: RowStart, moved: RowBytes) -> PoolState:
         expectation=expectation,
         digests=digests,
     )
-    return _start(state, first, jnp.where(ok, Cause.OK, Cause.NO_PAGES).astype(jnp.int32))
-
-
-# Prefill to decode: begin pins and names the pages, deliver checks and converts, end unpins.
-
-
-def _pin_row(
-    state: PoolState, row: Int[Array, ""], mask_M: Bool[Array, "M"]
-) -> tuple[PoolState, Int[Array, "M"], UInt32[Array, "M"]]:
-    page_M = jnp.where(mask_M, state.expectation.page_BM[row], PADDING_PAGE)
-    page_state, _ = pages.pin(state.pages, page_M, page_M > PADDING_PAGE)
-    return dataclasses.replace(state, pages=page_state), page_M, state.expectation.generation_BM[row]
-
-
-@functools.partial(jax.jit, donate_argnums=(0, 1), static_argnames="config")
-def transfer_begin(
-    source: PoolState,
-    destination: PoolState,
-    source_row: Int[Array, ""],
-    destination_row: Int[Array, ""],
-    *,
-    config: StepConfig,
-) -> tuple[PoolState, PoolState, transfer.Order, IntegrityReport, Bool[Array, ""]]:
-    """Checks the source row, gives the destination row pages, pins both sides and names them in an order.
-
-    An order of 0 pages says that the source failed its check or the destination has no room.
-
-    Returns:
-      Both states, the order, what the check found, and whether the source row passed it.
-    """
-    alive_B = _one_row(source, source_row) & (source.cause_B == Cause.OK)
-    check = guard(config, source, alive_B)
-    intact = integrity.alive(check, alive_B)[source_row]
-    tokens = jnp.where(intact, source.pages.length_B[source_row], 0)
-    mask_B = _one_row(destination, destination_row)
-    page_state, ok_B = pages.append(destination.pages, jnp.where(mask_B, tokens, 0))
-    ok = intact & ok_B[destination_row]
-    destination = dataclasses.replace(
-        destination,
-        pages=page_state,
-        expectation=tags.extend(destination.expectation, page_state, mask_B & ok),
-    )
-    count = jnp.where(ok, pages.pages_of(tokens, source.pages.page_size), 0)
-    mask_M = jnp.arange(source.pages.table_BM.shape[1]) < count
-    source, source_M, source_generation_M = _pin_row(source, source_row, mask_M)
-    destination, destination_M, destination_generation_M = _pin_row(destination, destination_row, mask_M)
-    order = transfer.Order(
-        source_A=source_M,
-        source_generation_A=source_generation_M,
-        destination_A=destination_M,
-        destination_generation_A=destination_generation_M,
-        arrived_A=mask_M,
-        count=count,
-        tokens=tokens,
-    )
-    return source, destination, order, check, intact
-
-
-@functools.partial(jax.jit, donate_argnums=1)
-def transfer_deliver(
-    source: PoolState,
-    destination: PoolState,
-    order: transfer.Order,
-    first: RowStart,
-    intact: Bool[Array, ""],
-    origin: UInt32[Array, ""],
-) -> PoolState:
-    """Converts the order's pages into the destination's format and starts the row, dead if anything is
-    amiss.
-    """
-    kv, page_state, digests, status = transfer.deliver(
-        order,
-        source.pages,
-        source.kv,
-        destination.pages,
-        destination.kv,
-        origin,
-        source_digests=source.digests,
-        destination_digests=destination.digests,
-    )
-    ok = (status == transfer.Status.OK) & (order.count > 0)
-    destination = dataclasses.replace(destination, pages=page_state, kv=kv, digests=digests)
-    cause = jnp.where(ok, Cause.OK, jnp.where(intact, Cause.TRANSFER, Cause.INTEGRITY))
-    return _start(destination, first, cause.astype(jnp.int32))
-
-
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def transfer_end(
-    source: PoolState, destination: PoolState, order: transfer.Order
-) -> tuple[PoolState, PoolState]:
-    """Unpins both sides, exactly once for each begin."""
-    given_A = jnp.arange(order.source_A.shape[0]) < order.count
-    source_pages, _ = pages.unpin(source.pages, order.source_A, given_A)
-    destination_pages, _ = pages.unpin(destination.pages, order.destination_A, given_A)
-    return (
-        dataclasses.replace(source, pages=source_pages),
-        dataclasses.replace(destination, pages=destination_pages),
-    )
-
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnames="config")
-def widen(
-    prefill: PoolState,
-    decode: PoolState,
-    row: ArrayLike,
-    spare: ArrayLike,
-    first: Int[Array, ""],
-    count: Int[Array, ""],
-    origin: UInt32[Array, ""],
-    *,
-    config: StepConfig,
-) -> tuple[PoolState, tuple[Int[Array, "M"], UInt32[Array, "M"], Bool[Array, ""]]]:
-    """Converts whole pages of a decode row, from logical page ``first`` on, into a spare prefill row's.
-
-    Returns:
-      The prefill state; the new pages, their generations, and whether all of it happened: not if the decode
-      row fails its check or the prefill pool has too few pages.
-    """
-    alive_B = _one_row(decode, row) & (decode.cause_B == Cause.OK)
-    ok = integrity.alive(guard(config, decode, alive_B), alive_B)[row]
-    mask_B = _one_row(prefill, spare)
-    page_state, ok_B = pages.allocate(prefill.pages, jnp.where(mask_B & ok, count, 0))
-    ok &= ok_B[spare]
-    count = jnp.where(ok, count, 0)
-    source_M = jnp.roll(decode.pages.table_BM[row], -first)
-    page_M = page_state.table_BM[spare]
-    given_M = jnp.arange(page_M.shape[0]) < count
-    kv = transfer.convert_pages(decode.kv, prefill.kv, source_M, page_M, count)
-    digests = prefill.digests
-    if digests is not None:
-        whole_M = jnp.full(page_M.shape[0], prefill.pages.page_size, jnp.int32)
-        digests = tags.seal(digests, kv, page_M, whole_M, given_M)
-    state = dataclasses.replace(
-        prefill,
-        pages=pages.stamp(page_state, page_M, given_M, origin),
-        kv=kv,
-        expectation=tags.extend(prefill.expectation, page_state, mask_B & ok),
-        digests=digests,
-    )
-    return state, (page_M, page_state.generation_P[page_M], ok)
+    return begin(state, first, jnp.where(ok, Cause.OK, Cause.NO_PAGES).astype(jnp.int32))

@@ -32,6 +32,7 @@ class Phase(enum.Enum):
     PREFILL = "prefill"  # some of its prompt is not launched yet
     PREFILLED = "prefilled"  # all of its prompt is launched, the first token is not read yet
     READY = "ready"  # its first token is published, it waits for decode pages
+    MOVING = "moving"  # its decode pages are taken, their bytes are on the way
     DECODE = "decode"
     RETRACTED = "retracted"  # its decode pages are on the host
     DONE = "done"
@@ -260,7 +261,8 @@ class Scheduler:
 
     def _decode_rows(self, plan: Plan) -> list[Sequence]:
         """Rows that decode now, oldest first; retracts the youngest while their next tokens do not fit."""
-        launch = sorted((s for s in self._decode.values() if not s.exhausted), key=lambda s: s.order)
+        running = (s for s in self._decode.values() if s.phase is Phase.DECODE and not s.exhausted)
+        launch = sorted(running, key=lambda s: s.order)
         needed = sum(map(self._needs_page, launch))
         while needed > self.decode_free and len(launch) > 1:
             victim = launch.pop()
@@ -280,7 +282,8 @@ class Scheduler:
         ready = [] if self.retracted else self.rows(Phase.READY)
         if not (self.retracted or ready):
             return
-        growth = sum(self._growth(s) for s in launch)
+        arriving = [s for s in self._decode.values() if s.phase is Phase.MOVING]
+        growth = sum(self._growth(s) for s in (*launch, *arriving))
         self.retracted.sort(key=lambda s: s.order)
         while self.retracted and self.retracted[0] not in plan.retract:
             sequence = self.retracted[0]
@@ -392,6 +395,17 @@ class Scheduler:
         sequence.phase = Phase.READY
         sequence.bypassed = 0
 
+    def moving(self, sequence: Sequence) -> None:
+        """A transfer of this plan is on its way: the sequence does not decode in this step after all."""
+        sequence.phase = Phase.MOVING
+        sequence.length -= 1
+        sequence.launched -= 1
+        self._decode_pages_used -= self._needs_page(sequence)
+
+    def landed(self, sequence: Sequence) -> None:
+        """What was on its way has arrived: the sequence decodes from the next step on."""
+        sequence.phase = Phase.DECODE
+
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out, whatever its phase. Its rows are free for the next plan."""
         self._remove(sequence)
@@ -404,7 +418,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         elif sequence.phase in (Phase.PREFILL, Phase.PREFILLED, Phase.READY):
             self._leave_prefill(sequence)
-        elif sequence.phase is Phase.DECODE:
+        elif sequence.phase in (Phase.MOVING, Phase.DECODE):
             self._leave_decode(sequence)
         elif sequence.phase is Phase.RETRACTED:
             self.retracted.remove(sequence)

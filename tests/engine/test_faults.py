@@ -121,7 +121,7 @@ def test_check_that_did_not_run_fails_every_row_and_publishes_nothing(make_engin
     engine = make_engine()
     state = jax.tree.map(jnp.copy, engine.state("prefill"))
     state = dataclasses.replace(state, cause_B=jnp.zeros_like(state.cause_B))
-    config = engine.pools.step_config(2, 9)
+    config = engine.pools.step_config("prefill", 2, 9)
     monkeypatch.setattr(step, "guard", lambda config, state, mask_B: None)
     written = []
 
@@ -147,6 +147,7 @@ def test_fingerprints_of_pools_that_differ_are_refused_at_start_by_name(kimi, we
         "sampling": "other",
         "cache_policy": "off",
         "numerics": "naive",
+        "ranks": 4,
         "software": "jax 0",
         "weights": "bf16",
         "parameters": "0",

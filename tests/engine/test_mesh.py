@@ -1,4 +1,6 @@
-"""The engine over a mesh: the whole step is one SPMD program, and all ranks drop the same row."""
+"""The engine over meshes: a step is one SPMD program, all ranks drop the same row, and each phase may have
+devices of its own.
+"""
 
 import dataclasses
 
@@ -7,31 +9,50 @@ import numpy as np
 import pytest
 
 from kvmem import models
+from kvmem.cache import pages
 from kvmem.engine.engine import Engine
+from kvmem.engine.request import PhaseFormat, Request
 from kvmem.models import params, sharded
 from kvmem.sharding.mesh import make_mesh
-from tests.engine.conftest import SMALL, some_requests
+from tests.engine.conftest import FIXED, SMALL, some_requests
 
-TP = 2
+MODEL = "kimi_tiny_tp8"
+# Both conversions happen: BF16 to FP8 with scales at the hand-over, and back where an answer is widened.
+CONFIG = dataclasses.replace(
+    SMALL,
+    prefill=PhaseFormat("f32", "bf16_576"),
+    decode=PhaseFormat("f32", "fp8_656"),
+    integrity="tags_digest",
+    reuse="widen",
+)
 
 
 @pytest.fixture(scope="module")
-def engines():
-    config = models.get_config("kimi_tiny_tp8")
-    specs = params.param_specs(config, "f32")
-    whole = params.init_params(config, "f32", 3)
-    mesh = make_mesh(TP)
-    placed = sharded.place_params(whole, specs, mesh)
-    split = sharded.partition_specs(specs, TP)
-    single = Engine(config, {"prefill": whole, "decode": whole}, SMALL)
-    meshed = Engine(
-        config,
-        {"prefill": placed, "decode": placed},
-        SMALL,
-        mesh,
-        param_specs={"prefill": split, "decode": split},
-    )
-    return single, meshed
+def make():
+    """Builds an engine of the same weights over the meshes of its phases."""
+    model = models.get_config(MODEL)
+    specs = params.param_specs(model, "f32")
+    whole = params.init_params(model, "f32", 3)
+
+    def build(prefill=None, decode=None, config=CONFIG) -> Engine:
+        meshes = {"prefill": prefill, "decode": decode}
+        placed, split = {}, {}
+        for phase, mesh in meshes.items():
+            placed[phase] = whole if mesh is None else sharded.place_params(whole, specs, mesh)
+            split[phase] = None if mesh is None else sharded.partition_specs(specs, mesh.size)
+        return Engine(model, placed, config, meshes, param_specs=split)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def single(make):
+    return make()
+
+
+@pytest.fixture(scope="module")
+def apart(make):
+    return make(make_mesh(2, jax.devices()[:2]), make_mesh(4, jax.devices()[2:6]))
 
 
 def on_one_rank(array: jax.Array, rank: int, changed: np.ndarray) -> jax.Array:
@@ -43,18 +64,52 @@ def on_one_rank(array: jax.Array, rank: int, changed: np.ndarray) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, copies)
 
 
-def test_mesh_engine_equals_single_device_and_ranks_agree_on_a_fault(engines):
-    single, meshed = engines
+def test_engine_with_a_mesh_per_phase_answers_as_on_one_device(single, apart):
+    requests = [dataclasses.replace(r, request_id=f"a{i}") for i, r in enumerate(some_requests(7, seed=21))]
+    expected = [r.tokens for r in single.run(requests)]
+    assert [r.tokens for r in apart.run(requests)] == expected
+    places = {pool: apart.state(pool).kv.values.devices() for pool in ("prefill", "decode")}
+    assert (len(places["prefill"]), len(places["decode"])) == (2, 4)
+    assert not places["prefill"] & places["decode"]
+    assert apart.counters["transfers"] == len(requests)
+    assert apart.counters["drift"] == apart.counters["integrity"] == len(apart.transfers) == 0
+    for pool in ("prefill", "decode"):
+        assert pages.violations(jax.device_get(apart.state(pool).pages)) == []
+    assert apart.pools.counts("decode")["free"] == CONFIG.decode_pages - 1
+
+
+def test_engine_with_a_mesh_per_phase_widens_answers_across_them(single, apart):
+    turn = Request("first", tuple(range(30, 41)), 10, FIXED)
+    answers = []
+    for engine in (single, apart):
+        (first,) = engine.run([turn])
+        prompt = (*turn.prompt_tokens, *first.tokens, 7, 8)
+        (second,) = engine.run([Request("second", prompt, 8, FIXED)])
+        assert second.cached_tokens == 20  # 11 + 9 fed tokens: 5 whole pages, of which prefill made 2
+        answers.append((first.tokens, second.tokens))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+def test_engine_with_one_mesh_for_both_phases_answers_as_on_one_device(make, single):
+    mesh = make_mesh(2)
+    both = make(mesh, mesh)
+    requests = [dataclasses.replace(r, request_id=f"b{i}") for i, r in enumerate(some_requests(5, seed=22))]
+    assert [r.tokens for r in both.run(requests)] == [r.tokens for r in single.run(requests)]
+    assert not both.pools.apart
+
+
+def test_ranks_agree_on_a_fault_of_one_of_them(single, apart):
     requests = [dataclasses.replace(r, max_new_tokens=9) for r in some_requests(4, seed=20)]
     expected = {r.request_id: r.tokens for r in single.run(requests)}
     # Sums over ranks round differently: the tokens agree because no two best logits are that close here.
-    assert {r.request_id: r.tokens for r in meshed.run(requests)} == expected
+    assert {r.request_id: r.tokens for r in apart.run(requests)} == expected
 
     for request in requests:
-        meshed.submit(dataclasses.replace(request, arrival_s=meshed.now()))
-    while any(meshed.row_of(r.request_id)[0] != "decode" for r in requests[:2]):
-        meshed.step()
-    victim = meshed.row_of("q1")[1]
+        apart.submit(dataclasses.replace(request, arrival_s=apart.now()))
+    while any(apart.row_of(r.request_id)[0] != "decode" for r in requests[:2]):
+        apart.step()
+    victim = apart.row_of("q1")[1]
 
     def fault(state):
         table_BM = np.asarray(state.pages.table_BM).copy()
@@ -62,12 +117,21 @@ def test_mesh_engine_equals_single_device_and_ranks_agree_on_a_fault(engines):
         table_BM = on_one_rank(state.pages.table_BM, 1, table_BM)
         return dataclasses.replace(state, pages=dataclasses.replace(state.pages, table_BM=table_BM))
 
-    meshed.inject(fault)
+    apart.inject(fault)
     results = {}
-    while not meshed.idle:
-        results |= {e.request_id: e.result for e in meshed.step() if e.result is not None}
+    while not apart.idle:
+        results |= {e.request_id: e.result for e in apart.step() if e.result is not None}
     assert results.pop("q1").finish_reason == "integrity"
     assert {name: r.tokens for name, r in results.items()} == {k: v for k, v in expected.items() if k != "q1"}
-    copies = [np.asarray(shard.data) for shard in meshed.state("decode").cause_B.addressable_shards]
-    assert len(copies) == TP
-    np.testing.assert_array_equal(copies[0], copies[1])
+    copies = [np.asarray(shard.data) for shard in apart.state("decode").cause_B.addressable_shards]
+    assert len(copies) == 4
+    for copy in copies[1:]:
+        np.testing.assert_array_equal(copies[0], copy)
+
+
+def test_engine_meshes_of_one_phase_only_are_refused(make):
+    model = models.get_config(MODEL)
+    with pytest.raises(ValueError, match="one each is needed"):
+        Engine(model, {}, CONFIG, {"prefill": None})
+    with pytest.raises(ValueError, match="needs param_specs"):
+        Engine(model, {}, CONFIG, {"prefill": make_mesh(2), "decode": None})
