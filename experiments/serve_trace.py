@@ -10,7 +10,7 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,10 @@ from kvmem import models
 from kvmem.checkpoint import hf
 from kvmem.engine import metrics, workload
 from kvmem.engine.engine import Engine
-from kvmem.engine.request import EngineConfig, PhaseFormat, Request, default_formats
-from kvmem.engine.router import POLICIES, Router
+from kvmem.engine.request import EngineConfig, PhaseFormat, Real, Request, default_formats
+from kvmem.engine.router import POLICIES, BusyClock, Router, SideBySide
 from kvmem.engine.scheduler import Phase
-from kvmem.engine.simulate import CostModel, SimulatedCluster, SimulatedEngine, spread
+from kvmem.engine.simulate import CostModel, SimulatedEngine, spread
 from kvmem.engine.traces import TraceRow, load_prompts, load_trace
 from kvmem.models import hf_config
 from kvmem.models import params as model_params
@@ -79,6 +79,14 @@ def body(config: ConfigDict, recorder: Recorder) -> None:
     for name, q in (("p50", 50), ("min", 0), ("max", 100)):
         recorder.metric(f"batch_invariant.slowdown.{name}", metrics.percentile(ratios, q))
 
+    policies = _engine_policies(config, model, weights)
+    tables[f"Routing policies, {config.fleet.replicas} engines, {config.fleet.trace}"] = _table(
+        policies, (*HEAD, "spread"), "policy"
+    )
+    for policy, values in policies.items():
+        for name in ("ttft_s.p95", "prefix_hit_rate", "throughput_tok_s", "spread"):
+            recorder.metric(f"fleet.{policy}.{name}", values[name])
+
     for trace in config.routing.traces:
         trace_rows, source = _trace(config, trace, config.routing.count)
         routed = _routing(config, trace_rows)
@@ -120,10 +128,16 @@ def _weights(config: ConfigDict) -> tuple[ModelConfig, dict[str, Any], str]:
     return model, weights, f"synthetic:{config.seed}"
 
 
-def _engine(config: ConfigDict, model: ModelConfig, weights: Mapping[str, Any], **changes: Any) -> Engine:
+def _engine(
+    config: ConfigDict,
+    model: ModelConfig,
+    weights: Mapping[str, Any],
+    clock: Callable[[], Real] = time.perf_counter,
+    **changes: Any,
+) -> Engine:
     formats = default_formats(model.family)
     sizes = {**config.engine.to_dict(), "integrity": config.integrity, **formats, **changes}
-    return Engine(model, weights, EngineConfig(**sizes))
+    return Engine(model, weights, EngineConfig(**sizes), clock=clock)
 
 
 def _trace(config: ConfigDict, name: str, count: int) -> tuple[list[TraceRow], str]:
@@ -144,16 +158,23 @@ def _requests(config: ConfigDict, model: ModelConfig) -> tuple[list[Request], st
         path = pathlib.Path(config.requests)
         return load_prompts(path, max_new_tokens=32, vocab_size=model.vocab_size), path.name
     rows, source = _trace(config, config.replay.trace, config.replay.count)
+    requests = _fit(config, model, rows, config.replay.time_scale)
+    return requests, f"{source}, lengths / {config.replay.shrink}"
+
+
+def _fit(
+    config: ConfigDict, model: ModelConfig, rows: Sequence[TraceRow], time_scale: float
+) -> list[Request]:
+    """Requests of a trace at lengths that the tiny model's engine holds."""
     limit = config.engine.max_pages_per_row * config.engine.page_size
-    requests = workload.to_requests(
+    return workload.to_requests(
         rows,
         vocab_size=model.vocab_size,
         max_prompt=limit * 3 // 4,
         max_new_tokens=limit // 4,
         shrink=config.replay.shrink,
-        time_scale=config.replay.time_scale,
+        time_scale=time_scale,
     )
-    return requests, f"{source}, lengths / {config.replay.shrink}"
 
 
 # What is measured
@@ -193,6 +214,25 @@ def _sessions(config: ConfigDict, engine: Engine, model: ModelConfig) -> dict[st
         started = engine.now()
         moved = [dataclasses.replace(s, start_s=started + s.start_s) for s in scripts]
         found[kind] = metrics.summarise(workload.drive(engine, workload.Sessions(moved)))
+    return found
+
+
+def _engine_policies(
+    config: ConfigDict, model: ModelConfig, weights: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """One replay of a trace over engines by each policy; every engine's clock runs in its own steps only."""
+    fleet = config.fleet
+    clocks = [BusyClock() for _ in range(fleet.replicas)]
+    engines = [_engine(config, model, weights, clock=clock) for clock in clocks]
+    rows, _ = _trace(config, fleet.trace, fleet.count)
+    requests = _fit(config, model, rows, fleet.time_scale)
+    found = {}
+    for policy in POLICIES:
+        for engine in engines:
+            engine.warm_up()  # and so an empty prefix cache
+        cluster = SideBySide(engines, Router(policy, affinity=2048 // config.replay.shrink), clocks)
+        found[policy] = metrics.summarise(workload.drive(cluster, workload.OpenLoop(requests)))
+        found[policy]["spread"] = spread([cluster.placements[i] for i in range(fleet.replicas)])
     return found
 
 
@@ -269,7 +309,7 @@ def _simulated(config: ConfigDict, rows: Sequence[TraceRow], policy: str, **chan
     replicas = [
         SimulatedEngine(engine_config, CostModel(token_scale=shrink)) for _ in range(routing.replicas)
     ]
-    cluster = SimulatedCluster(replicas, Router(policy, affinity=2048 // shrink, seed=config.seed))
+    cluster = SideBySide(replicas, Router(policy, affinity=2048 // shrink, seed=config.seed))
     requests = workload.to_requests(
         rows, vocab_size=2**31 - 1, max_prompt=2**17 // shrink, max_new_tokens=4096 // shrink, shrink=shrink
     )

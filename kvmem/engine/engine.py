@@ -26,6 +26,7 @@ from kvmem.cache import integrity
 from kvmem.cache.integrity import IntegrityReport, Kind
 from kvmem.engine import fingerprint, metrics, rows, step, workload
 from kvmem.engine.errors import FingerprintMismatch, RequestError, TransferFailed
+from kvmem.engine.fingerprint import PoolFingerprint
 from kvmem.engine.metrics import Incident
 from kvmem.engine.pools import POOLS, CompileCounter, DevicePools, Fault, Pool
 from kvmem.engine.request import EngineConfig, Event, FinishReason, Real, Request, RequestResult
@@ -192,6 +193,11 @@ class Engine:
     def load(self) -> Load:
         """For the router."""
         return Load.of(self.scheduler)
+
+    @property
+    def fingerprints(self) -> Mapping[str, PoolFingerprint]:
+        """What each pool is made of."""
+        return self.pools.fingerprints
 
     def cached(self, request: Request) -> int:
         """Prompt tokens that the prefix cache holds now."""

@@ -91,7 +91,7 @@ class DevicePools:
         self.params = dict(params)
         self._param_specs = param_specs
         self._formats = {"prefill": config.prefill, "decode": config.decode}
-        self.fingerprints: dict[Pool, PoolFingerprint] = {pool: self.fingerprint(pool) for pool in POOLS}
+        self.fingerprints: dict[str, PoolFingerprint] = {pool: self.fingerprint(pool) for pool in POOLS}
         fingerprint.require_equal(
             "engine start",
             self.fingerprints["prefill"],

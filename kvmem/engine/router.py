@@ -12,10 +12,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from kvmem.engine import fingerprint
 from kvmem.engine.errors import QueueFull
+from kvmem.engine.fingerprint import PoolFingerprint
 from kvmem.engine.request import Event, Real, Request
 from kvmem.engine.scheduler import Phase, Scheduler
 
@@ -68,6 +71,10 @@ class Replica(Protocol):
 
     def cached(self, request: Request) -> int:
         """Prompt tokens that this replica would not have to compute."""
+
+    @property
+    def fingerprints(self) -> Mapping[str, PoolFingerprint]:
+        """What each of its pools is made of; replicas behind one router must agree."""
 
     def now(self) -> Real: ...
 
@@ -132,7 +139,14 @@ class Router:
 
 
 class Cluster:
-    """Replicas behind one router, with the interface of a single one."""
+    """Replicas behind one router, with the interface of a single one.
+
+    All must be made of the same: a request must not be answered differently for where it went. That is
+    compared here and again whenever a replica is given a request. Engines are warmed up before they come in.
+
+    Raises:
+      FingerprintMismatch: a replica's pool differs from the first one's, with the fields that do.
+    """
 
     def __init__(self, replicas: Sequence[Replica], router: Router):
         if not replicas:
@@ -141,13 +155,25 @@ class Cluster:
         self.router = router
         self.placements: collections.Counter[int] = collections.Counter()
         self._where: dict[str, int] = {}
+        self._agreed = dict(self.replicas[0].fingerprints)
+        for index in range(len(self.replicas)):
+            self._require_agreement("start", index)
+        self.wait(self.now())  # their clocks started apart
+
+    def _require_agreement(self, when: str, index: int) -> None:
+        for pool, theirs in self.replicas[index].fingerprints.items():
+            fingerprint.require_equal(f"{when}, {pool} pool of replica {index}", theirs, self._agreed[pool])
 
     def submit(self, request: Request) -> None:
-        """Gives the request to the best replica with room. Raises QueueFull if no queue has any."""
+        """Gives the request to the best replica with room.
+
+        Raises QueueFull if no queue has any, and FingerprintMismatch if the best has drifted.
+        """
         last: QueueFull | None = None
         for index in self.router.order(request, self.replicas):
+            self._require_agreement("hand-over", index)
             try:
-                self.replicas[index].submit(request)
+                self._give(index, request)
             except QueueFull as error:
                 last = error
                 continue
@@ -159,6 +185,9 @@ class Cluster:
         raise QueueFull(
             f"every one of {len(self.replicas)} replicas is full; the last said: {last}"
         ) from last
+
+    def _give(self, index: int, request: Request) -> None:
+        self.replicas[index].submit(request)
 
     def cancel(self, request_id: str) -> bool:
         index = self._where.get(request_id)
@@ -192,3 +221,52 @@ class Cluster:
     @property
     def idle(self) -> bool:
         return all(replica.idle for replica in self.replicas)
+
+
+class BusyClock:
+    """Seconds spent inside ``with clock:``, so that an engine's time is that of its own steps."""
+
+    def __init__(self) -> None:
+        self._spent = 0.0
+        self._since: float | None = None
+
+    def __call__(self) -> Real:
+        return self._spent + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *raised: object) -> None:
+        self._spent, self._since = self(), None
+
+
+class SideBySide(Cluster):
+    """Replicas whose clocks run apart, as machines' would: the one furthest behind moves next.
+
+    For simulators, and for engines that take turns in one process: ``clocks`` are then theirs.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], router: Router, clocks: Sequence[BusyClock] = ()):
+        super().__init__(replicas, router)
+        self._clocks = list(clocks) or [BusyClock() for _ in replicas]
+
+    def _behind(self) -> int | None:
+        busy = [(r.now(), i) for i, r in enumerate(self.replicas) if not r.idle]
+        return min(busy)[1] if busy else None
+
+    def _give(self, index: int, request: Request) -> None:
+        replica = self.replicas[index]
+        if replica.idle:  # it has been waiting until now
+            replica.wait(request.arrival_s)
+        super()._give(index, request)
+
+    def now(self) -> Real:
+        behind = self._behind()
+        return max(r.now() for r in self.replicas) if behind is None else self.replicas[behind].now()
+
+    def step(self) -> list[Event]:
+        behind = self._behind()
+        if behind is None:
+            return []
+        with self._clocks[behind]:
+            return self._step_one(behind)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from kvmem.engine.fingerprint import PoolFingerprint
 from kvmem.engine.prefix import Node, PrefixTree
 from kvmem.engine.request import EngineConfig, Event, FinishReason, Real, Request, RequestResult
-from kvmem.engine.router import Cluster, Load, Router
+from kvmem.engine.router import Load
 from kvmem.engine.scheduler import Phase, Scheduler
 from kvmem.engine.scheduler import Sequence as Row
 
@@ -58,8 +59,6 @@ class SimulatedEngine:
         self._held: dict[Row, tuple[list[Node], list[int]]] = {}
 
     def submit(self, request: Request) -> None:
-        if self.idle:
-            self.time = max(self.time, float(request.arrival_s))
         self.scheduler.submit(request)
 
     def cancel(self, request_id: str) -> bool:
@@ -77,6 +76,11 @@ class SimulatedEngine:
 
     def load(self) -> Load:
         return Load.of(self.scheduler)
+
+    @property
+    def fingerprints(self) -> Mapping[str, PoolFingerprint]:
+        """None: nothing here changes an answer."""
+        return {}
 
     def cached(self, request: Request) -> int:
         return len(self.tree.match(request.prompt_tokens, request.tenant)) * self.config.page_size
@@ -165,25 +169,6 @@ class SimulatedEngine:
         )
         self.results.append(result)
         events.append(Event("finished", request.request_id, result=result))
-
-
-class SimulatedCluster(Cluster):
-    """Replicas whose clocks run apart: the one furthest behind moves next."""
-
-    def __init__(self, replicas: Sequence[SimulatedEngine], router: Router):
-        super().__init__(replicas, router)
-
-    def _behind(self) -> int | None:
-        busy = [(r.now(), i) for i, r in enumerate(self.replicas) if not r.idle]
-        return min(busy)[1] if busy else None
-
-    def now(self) -> Real:
-        behind = self._behind()
-        return max(r.now() for r in self.replicas) if behind is None else self.replicas[behind].now()
-
-    def step(self) -> list[Event]:
-        behind = self._behind()
-        return [] if behind is None else self._step_one(behind)
 
 
 def spread(placements: Sequence[int]) -> float:

@@ -9,7 +9,7 @@ import pytest
 from kvmem.cache import pages
 from kvmem.engine import workload
 from kvmem.engine.request import SamplingParams
-from kvmem.engine.router import Cluster, Router
+from kvmem.engine.router import Cluster, Router, SideBySide
 from tests.engine.conftest import SMALL, some_requests
 
 
@@ -113,9 +113,10 @@ def test_sampling_does_not_depend_on_the_batch(make_engine, solo, temperature):
     assert all(len(r.logprobs) == len(r.tokens) and max(r.logprobs) <= 0 for r in results)
 
 
-def test_cluster_of_engines_answers_as_one_and_keeps_sessions_together(make_engine, solo):
+@pytest.mark.parametrize("kind", [Cluster, SideBySide])
+def test_cluster_of_engines_answers_as_one_and_keeps_sessions_together(make_engine, solo, kind):
     engines = [make_engine(), make_engine()]
-    cluster = Cluster(engines, Router("weighed"))
+    cluster = kind(engines, Router("weighed"))
     requests = [dataclasses.replace(r, session=f"s{i % 2}") for i, r in enumerate(some_requests(6, seed=6))]
     results = {r.request_id: r for r in workload.drive(cluster, workload.OpenLoop(requests))}
     for request in requests:

@@ -1,14 +1,19 @@
+import dataclasses
+
 import pytest
 
-from kvmem.engine.errors import QueueFull
+from kvmem.engine.errors import FingerprintMismatch, QueueFull
+from kvmem.engine.fingerprint import PoolFingerprint
 from kvmem.engine.request import Event, Request, RequestResult
-from kvmem.engine.router import POLICIES, Cluster, Load, Router
+from kvmem.engine.router import POLICIES, BusyClock, Cluster, Load, Router, SideBySide
 
 
 class Fake:
     def __init__(self, *, queued=0, running=0, free=1000, cached=0, full=False):
         self.state = Load(0, queued, running, free, 1000)
         self.hit, self.full = cached, full
+        self.fingerprints: dict[str, PoolFingerprint] = {}
+        self.time = 3.0
         self.got: list[str] = []
         self.cancelled: list[str] = []
 
@@ -31,10 +36,10 @@ class Fake:
         return min(self.hit, len(request.prompt_tokens))
 
     def now(self):
-        return 3.0
+        return self.time
 
     def wait(self, until_s):
-        pass
+        self.time = max(self.time, until_s)
 
     @property
     def idle(self):
@@ -109,3 +114,54 @@ def test_cluster_results_name_their_replica():
 def test_router_unknown_policy_lists_the_known():
     with pytest.raises(ValueError, match=f"known: {', '.join(POLICIES)}"):
         Router("fastest")
+
+
+MADE = PoolFingerprint("m", "f32", "p", "fp8_576", "", 1.0, 64, "s", "tags", "xla", 2, "jax 1")
+OTHER = PoolFingerprint("n", "bf16", "q", "bf16_576", "index_132", 0.5, 16, "t", "off", "mosaic", 4, "jax 2")
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(PoolFingerprint)])
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_cluster_replicas_that_differ_are_refused_at_start_and_at_hand_over_by_name(field, pool):
+    replicas = [Fake(), Fake(), Fake(queued=900)]
+    for replica in replicas:
+        replica.fingerprints = {"prefill": MADE, "decode": MADE}
+    cluster = Cluster(replicas, Router("weighed"))
+    drifted = dataclasses.replace(MADE, **{field: getattr(OTHER, field)})
+    replicas[0].fingerprints[pool] = drifted
+    with pytest.raises(FingerprintMismatch, match=f"hand-over, {pool} pool of replica 0: .* in {field}: "):
+        cluster.submit(request())
+    assert not any(replica.got for replica in replicas)
+    with pytest.raises(FingerprintMismatch, match=f"start, {pool} pool of replica 2: ") as caught:
+        Cluster(replicas[::-1], Router("weighed"))
+    assert list(caught.value.fields) == [field]
+
+
+def test_cluster_brings_the_clocks_of_its_replicas_together():
+    replicas = [Fake(), Fake()]
+    replicas[1].time = 8.0
+    assert Cluster(replicas, Router()).now() == 8.0
+    assert [replica.now() for replica in replicas] == [8.0, 8.0]
+
+
+def test_side_by_side_steps_the_replica_furthest_behind_and_wakes_an_idle_one_at_the_arrival():
+    replicas = [Fake(), Fake()]
+    cluster = SideBySide(replicas, Router("round_robin"))
+    cluster.submit(request("a"))
+    replicas[0].time = 9.0
+    cluster.submit(dataclasses.replace(request("b"), arrival_s=5.0))
+    assert replicas[1].now() == 5.0
+    assert cluster.now() == 5.0
+    assert [event.request_id for event in cluster.step()] == ["b"]
+    replicas[1].time = 11.0
+    assert [event.request_id for event in cluster.step()] == ["a"]
+
+
+def test_busy_clock_counts_only_inside():
+    clock = BusyClock()
+    with clock:
+        before = clock()
+        while clock() == before:
+            pass
+    after = clock()
+    assert 0 <= before < after == clock()

@@ -62,3 +62,16 @@ def test_get_config_unknown_argument_lists_the_known():
 def test_table_leaves_absent_figures_empty():
     text = serve_trace._table({"a": {"x": 1.0, "y": 12345.678}, "b": {"x": 0.5}}, ("x", "y"), "row")
     assert text.splitlines()[2:] == ["| a | 1 | 1.235e+04 |", "| b | 0.5 |  |"]
+
+
+@pytest.mark.slow  # compiles the INT4 model's engine
+def test_engine_policies_serve_every_request_and_follow_prefixes(config):
+    config.fleet.count = 14
+    config.fleet.replicas = 2
+    model, weights, _ = serve_trace._weights(config)
+    found = serve_trace._engine_policies(config, model, weights)
+    assert set(found) == set(POLICIES)
+    assert {values["task_success"] for values in found.values()} == {1.0}
+    assert found["round_robin"]["spread"] == 1.0
+    assert found["prefix"]["prefix_hit_rate"] >= found["round_robin"]["prefix_hit_rate"]
+    assert min(values["ttft_s.p50"] for values in found.values()) > 0
