@@ -13,11 +13,9 @@ operations: the rows that run are returned as they came.
 import dataclasses
 import enum
 import typing
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
@@ -145,33 +143,6 @@ class IntegrityReport:
     expected_generation_B: UInt32[Array, "B"] = None  # type: ignore[assignment]
     found_generation_B: UInt32[Array, "B"] = None  # type: ignore[assignment]
     page_checks: Int[Array, ""] = None  # type: ignore[assignment]
-
-
-@dataclasses.dataclass(frozen=True)
-class Incident:
-    """One mismatch, for the log and for whoever has to explain it."""
-
-    request_id: str
-    step: int
-    row: int
-    kind: str
-    logical_page: int
-    expected_page: int
-    found_page: int
-    expected_generation: int
-    found_generation: int
-
-
-class IntegrityError(RuntimeError):
-    """A request was stopped: its pages are not what it was promised. Raised on the host, per request."""
-
-    def __init__(self, incident: Incident):
-        self.incident = incident
-        super().__init__(
-            f"request {incident.request_id}: {incident.kind} at logical page {incident.logical_page}: "
-            f"expected page {incident.expected_page} generation {incident.expected_generation}, "
-            f"found page {incident.found_page} generation {incident.found_generation}"
-        )
 
 
 def unchecked(row_mask_B: Bool[Array, "B"]) -> IntegrityReport:
@@ -334,26 +305,22 @@ def _from_i32(array_B: Int[Array, "B"], dtype: jax.typing.DTypeLike) -> Array:
     return array_B.astype(dtype)
 
 
-def incidents(report: IntegrityReport, request_ids: Sequence[str | None], step: int) -> list[Incident]:
-    """Reads a report back: one incident for each row with a request (its id not None) that is not ok."""
+def finding(report: IntegrityReport, row: int) -> dict[str, str | int]:
+    """Reads back what the check found for one row: its ``Kind`` in words, then the fields at that page.
+
+    Empty with detector ``off``, which finds nothing.
+    """
     if report.kind_B is None:
-        return []
-    host = jax.tree.map(np.asarray, report)
-    return [
-        Incident(
-            request_id=request_id,
-            step=step,
-            row=row,
-            kind=Kind(int(host.kind_B[row])).name.lower(),
-            logical_page=int(host.logical_B[row]),
-            expected_page=int(host.expected_page_B[row]),
-            found_page=int(host.found_page_B[row]),
-            expected_generation=int(host.expected_generation_B[row]),
-            found_generation=int(host.found_generation_B[row]),
-        )
-        for row, request_id in enumerate(request_ids)
-        if request_id is not None and not host.ok_B[row]
-    ]
+        return {}
+    host = jax.device_get(report)
+    return {
+        "kind": Kind(int(host.kind_B[row])).name.lower(),
+        "logical_page": int(host.logical_B[row]),
+        "expected_page": int(host.expected_page_B[row]),
+        "found_page": int(host.found_page_B[row]),
+        "expected_generation": int(host.expected_generation_B[row]),
+        "found_generation": int(host.found_generation_B[row]),
+    }
 
 
 def _first(

@@ -228,6 +228,7 @@ class Engine:
             "recompilations_after_warmup": self.recompilations,
             "integrity.mismatches": self.counters["integrity"],
             "integrity.not_run": self.counters["check_not_run"],
+            "integrity.page_checks": self.counters["page_checks"],
             "accounting_drift": self.counters["drift"],
             "steps": self.counters["steps"],
             "host_ms_per_step": 1e3 * self.seconds["host"] / steps,
@@ -236,6 +237,9 @@ class Engine:
         parts = {k: v for k, v in self.seconds.items() if k not in ("host", "total")}
         out |= {f"step_ms.{name}": 1e3 * seconds / steps for name, seconds in parts.items()}
         out |= {f"aborts.{c.name.lower()}": self.counters[f"abort.{c.name}"] for c in Cause if c}
+        out |= {
+            f"mismatches.{k}": self.counters[f"mismatch.{k}"] for k in (k.name.lower() for k in Kind if k)
+        }
         out |= {f"phase.{p.value}": len(self.scheduler.rows(p)) for p in Phase if p is not Phase.DONE}
         out |= {f"prefill_pages.{k}": v for k, v in self.pools.counts("prefill").items()}
         out |= {f"decode_pages.{k}": v for k, v in self.pools.counts("decode").items()}
@@ -369,6 +373,7 @@ class Engine:
         read = time.perf_counter()
         self.seconds["device_wait"] += read - begun
         now = self.now()
+        self.counters["page_checks"] += outcome.page_checks
         drifted = flight.free is not None and outcome.free != flight.free
         failed = []
         for sequence, attempt, row, last in flight.rows:
@@ -469,8 +474,10 @@ class Engine:
             check, row = evidence
             if check is None:
                 kind = "check_not_run"
-            elif cause is Cause.INTEGRITY and check.kind_B is not None:
-                detail |= _mismatch(check, row)
+            elif cause is Cause.INTEGRITY:
+                found = integrity.finding(check, row)
+                self.counters[f"mismatch.{found.get('kind')}"] += 1
+                detail |= found
         self._distrust = True
         self.counters[kind] += 1
         self.counters[f"abort.{cause.name}"] += 1
@@ -529,16 +536,3 @@ class Engine:
         for flight in self._flights:
             flight.free = None
         self._distrust = False
-
-
-def _mismatch(check: Any, row: int) -> dict[str, object]:
-    """The fields of an integrity report for one row."""
-    host = jax.device_get(check)
-    return {
-        "kind": Kind(int(host.kind_B[row])).name.lower(),
-        "logical_page": int(host.logical_B[row]),
-        "expected_page": int(host.expected_page_B[row]),
-        "found_page": int(host.found_page_B[row]),
-        "expected_generation": int(host.expected_generation_B[row]),
-        "found_generation": int(host.found_generation_B[row]),
-    }

@@ -85,7 +85,7 @@ class StepReport:
       promised: of a prefill step, the pages of each row and their generations, for the prefix tree.
     """
 
-    outcome: Int[Array, "5 B"]
+    outcome: Int[Array, "6 B"]
     check: IntegrityReport | None
     promised: Expectation | None
 
@@ -96,7 +96,7 @@ class Outcome(typing.NamedTuple):
     Attributes:
       ran: rows that were asked for, passed the check and produced a token. token, logprob: that token.
       cause: of each row after the step, a Cause.
-      free: free pages of the pool after the step.
+      free: free pages of the pool after the step. page_checks: pages of rows that the step compared.
     """
 
     ran: list[bool]
@@ -104,18 +104,20 @@ class Outcome(typing.NamedTuple):
     logprob: list[float]
     cause: list[int]
     free: int
+    page_checks: int
 
 
 def read(report: StepReport) -> Outcome:
     """Waits for a step and reads its outcome."""
     outcome = np.asarray(report.outcome)
-    ran, token, logprob, cause, free = outcome
+    ran, token, logprob, cause, free, page_checks = outcome
     return Outcome(
         ran.astype(bool).tolist(),
         token.tolist(),
         logprob.view(np.float32).tolist(),
         cause.tolist(),
         int(free[0]),
+        int(page_checks[0]),
     )
 
 
@@ -204,6 +206,11 @@ class _Checked:
     intact_B: Bool[Array, "B"]
     run_B: Bool[Array, "B"]
 
+    @property
+    def page_checks(self) -> Int[Array, ""] | int:
+        """Pages of rows that were compared; 0 where the check did not run or is off."""
+        return 0 if self.check is None or self.check.page_checks is None else self.check.page_checks
+
     def causes(self, finite_B: Bool[Array, "B"]) -> Int[Array, "B"]:
         """The cause of each row after the step."""
         failures = {Cause.INTEGRITY: ~self.intact_B, Cause.NO_PAGES: ~self.run_B, Cause.NONFINITE: ~finite_B}
@@ -255,6 +262,7 @@ def _step(
             jax.lax.bitcast_convert_type(sampled.logprob_B, jnp.int32),
             cause_B,
             jnp.full_like(cause_B, state.pages.free_count),
+            jnp.full_like(cause_B, rows.page_checks),
         ]
     )
     report = StepReport(outcome=outcome, check=rows.check, promised=None)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvmem.cache import pages
-from kvmem.engine import workload
+from kvmem.engine import metrics, workload
 from kvmem.engine.request import SamplingParams
 from kvmem.engine.router import Cluster, Router, SideBySide
 from tests.engine.conftest import SMALL, some_requests
@@ -76,7 +76,12 @@ def test_inject_stale_mapping_aborts_one_request_and_leaves_the_others_identical
         if request.request_id != "q1":
             assert results[request.request_id].tokens == solo(request)
     assert [i.kind for i in engine.incidents] == ["integrity"]
-    assert engine.metrics()["integrity.mismatches"] == 1
+    found = engine.metrics()
+    assert found["integrity.mismatches"] == found["mismatches.mapping"] == found["aborts.integrity"] == 1
+    assert found["integrity.page_checks"] > 5 * found["steps"]
+    text = metrics.to_prometheus(found)
+    assert 'kvmem_mismatches{kind="mapping"} 1\n' in text
+    assert 'kvmem_mismatches{kind="generation"} 0\n' in text
     assert engine.pools.counts("decode")["free"] == SMALL.decode_pages - 1
 
 

@@ -87,10 +87,11 @@ def test_retry_budget_stops_a_storm(make_engine):
 
 
 @pytest.mark.parametrize("detector", ["off", "tags_digest"])
-def test_detectors_give_the_same_tokens(make_engine, solo, detector):
+def test_E14_detectors_give_the_same_tokens(make_engine, solo, detector):
     requests = some_requests(4, seed=15)
     engine = make_engine(integrity=detector)
     assert [r.tokens for r in engine.run(requests)] == [solo(r) for r in requests]
+    assert (engine.counters["page_checks"] > 0) == (detector != "off")
     assert engine.counters["integrity"] == engine.counters["drift"] == 0
 
 
