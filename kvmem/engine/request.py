@@ -246,7 +246,7 @@ class EngineConfig:
     overlap: bool = True
     attention: Form = "absorbed"
     implementation: Implementation = "xla"
-    reduction: Literal["nccl", "mosaic"] = "nccl"
+    reduction: Literal["nccl", "mosaic", "mosaic_norm"] = "nccl"
 
     def __post_init__(self) -> None:
         for name in (

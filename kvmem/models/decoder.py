@@ -9,7 +9,6 @@ collectives are explicit (see ``collectives``).
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -58,6 +57,13 @@ class Stand(NamedTuple):
     indexer: int | Int[Array, ""]
     cache: int | Int[Array, ""]
     index_cache: int | Int[Array, ""]
+
+
+class Stream(NamedTuple):
+    """The residual stream between sublayers, and its RMSNorm as the sublayer above reads it."""
+
+    hidden_BTD: Float[Array, "B T D"]
+    normed_BTD: Float[Array, "B T D"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +138,9 @@ def forward(
       attention: the form of MLA; both give the same result up to rounding.
       implementation: "xla" (any page size, any device), "mosaic" (Hopper kernels) or "mosaic_experts".
       axis: mesh axis of tensor parallelism, inside ``jax.shard_map``; None on a single rank.
-      reduction: what sums the layers' parts over the axis: "nccl", or "mosaic" (the one-shot kernel, which
-        needs GPUs and ``check_vma=False``); the sums of embeddings and logits are NCCL's in either case.
+      reduction: what sums the layers' parts over the axis: "nccl", "mosaic" (the one-shot kernel) or
+        "mosaic_norm" (that kernel with residual add and norm). The kernels need GPUs and ``check_vma=False``;
+        embeddings and logits are NCCL's in any case.
       all_logits: f32 [B, T, W] for every token instead of [B, W] for each row's last real one.
     """
     hidden_BTD, kv = backbone(
@@ -174,6 +181,7 @@ def backbone(
     allowed_BTS = attention.visible(at, batch.table_BM.shape[1] * kv.page_size)
     heads = params["attention"]["w_uk"].shape[1]  # of this rank
     cuts = attention.kernel_schedule(config, kv, at, heads, form) if implementation == "mosaic" else None
+    norm_YD = jnp.concatenate([params["attention"]["input_norm"], params["final_norm"][None]])
     step = functools.partial(
         decoder_layer,
         params,
@@ -181,9 +189,11 @@ def backbone(
         at,
         form=form,
         implementation=implementation,
-        reduce=layers.reducer(axis, reduction, hidden_BTD.size),
+        join=layers.joiner(axis, reduction, hidden_BTD.shape, config.rms_norm_eps),
+        norm_YD=norm_YD,
         cuts=cuts,
     )
+    stream = Stream(hidden_BTD, layers.rmsnorm(hidden_BTD, norm_YD[0], config.rms_norm_eps))
     index_layer = 0
     for loop in schedule(config):
         full = sum(kind.full_indexer for kind in loop.body)
@@ -192,16 +202,17 @@ def backbone(
             layer, at_index = loop.first + i * len(loop.body), index_layer + i * full
             for kind in loop.body:
                 mlp = layer if kind.dense else layer - config.num_dense_layers
-                carry = step(kind, Stand(layer, mlp, at_index, layer, at_index), *carry)
+                stand = Stand(layer, mlp, at_index, layer, at_index)
+                carry = step(kind, stand, *carry)
                 layer, at_index = layer + 1, at_index + int(kind.full_indexer)
             return carry
 
-        carry = (hidden_BTD, kv, allowed_BTS)
-        hidden_BTD, kv, allowed_BTS = (
+        carry = (stream, kv, allowed_BTS)
+        stream, kv, allowed_BTS = (
             lax.fori_loop(0, loop.times, run, carry) if loop.times > 1 else run(0, carry)
         )
         index_layer += full * loop.times
-    return layers.rmsnorm(hidden_BTD, params["final_norm"], config.rms_norm_eps), kv
+    return stream.normed_BTD, kv
 
 
 def decoder_layer(
@@ -210,24 +221,27 @@ def decoder_layer(
     at: Placement,
     kind: Kind,
     stand: Stand,
-    hidden_BTD: Float[Array, "B T D"],
+    stream: Stream,
     kv: store.KVStore,
     allowed_BTS: Bool[Array, "B T S"],
     *,
+    norm_YD: Float[Array, "Y D"],
     form: Form,
     implementation: Implementation,
-    reduce: Callable[[Array], Array],
+    join: layers.Join,
     cuts: Schedule | None = None,
-) -> tuple[Float[Array, "B T D"], store.KVStore, Bool[Array, "B T S"]]:
-    """One layer, from the weight stacks in ``params``; ``reduce`` sums f32 parts over the ranks.
+) -> tuple[Stream, store.KVStore, Bool[Array, "B T S"]]:
+    """One layer, from the weight stacks in ``params``.
 
-    ``allowed_BTS`` is what the layer below attended to: a layer without an own indexer uses it again.
+    ``norm_YD`` holds the input norms of all layers and the final norm: a layer takes the stream normed with
+    its own and leaves it normed with the next. ``join`` is ``layers.joiner``'s. ``allowed_BTS`` is what the
+    layer below attended to: a layer without an own indexer uses it again.
     ``cuts`` is the attention kernel's schedule; None attends in plain JAX.
     """
     weights = layers.layer_of(params["attention"], stand.attention)
     frequencies = layers.rope_frequencies(config.rope, config.qk_rope_head_dim)
+    hidden_BTD, normed_BTD = stream
     with jax.named_scope("attention"):
-        normed_BTD = layers.rmsnorm(hidden_BTD, weights["input_norm"], config.rms_norm_eps)
         residual_BTQ, nope_BTHN, rope_BTHR, entry_BTC = attention.project(
             weights, config, at, normed_BTD, frequencies
         )
@@ -246,18 +260,18 @@ def decoder_layer(
         else:
             out_BTA = attention.kernel_attend(*heads, cuts)
         with jax.named_scope("attention_sum"):
-            out_BTD = reduce(layers.partial_linear(out_BTA, weights["o"]))
-        hidden_BTD = hidden_BTD + out_BTD.astype(hidden_BTD.dtype)
+            out_BTD = layers.partial_linear(out_BTA, weights["o"])
+            hidden_BTD, normed_BTD = join(
+                out_BTD, hidden_BTD, params["attention"]["post_norm"], stand.attention
+            )
     with jax.named_scope("mlp"):
-        normed_BTD = layers.rmsnorm(hidden_BTD, weights["post_norm"], config.rms_norm_eps)
         if kind.dense:
             out_BTD = moe.swiglu(normed_BTD, layers.layer_of(params["dense"], stand.mlp))
         else:
             out_BTD = _mixture(params["moe"], config, stand.mlp, normed_BTD, implementation)
         with jax.named_scope("mlp_sum"):
-            out_BTD = reduce(out_BTD)
-        hidden_BTD = hidden_BTD + out_BTD.astype(hidden_BTD.dtype)
-    return hidden_BTD, kv, allowed_BTS
+            stream = Stream(*join(out_BTD, hidden_BTD, norm_YD, stand.attention + 1))
+    return stream, kv, allowed_BTS
 
 
 def _mixture(

@@ -15,8 +15,10 @@ from kvmem.formats.qtensor import QTensor
 from kvmem.models.config import RopeConfig, yarn_mscale
 from pallas_kernels import allreduce
 
-Reduction = Literal["nccl", "mosaic"]
-REDUCTIONS = ("nccl", "mosaic")
+# What sums the parts of the ranks: NCCL, the one-shot kernel, or that kernel with residual add and norm.
+Reduction = Literal["nccl", "mosaic", "mosaic_norm"]
+REDUCTIONS = ("nccl", "mosaic", "mosaic_norm")
+Join = Callable[[Array, Array, Array, int | Array], tuple[Array, Array]]
 
 
 def layer_of(tree, index: int | Int[Array, ""]):
@@ -59,20 +61,43 @@ def reduce_sum(x: Float[Array, "..."], axis: str | None) -> Float[Array, "..."]:
     return x if axis is None else lax.psum(x, axis)
 
 
-def reducer(axis: str | None, reduction: Reduction, size: int) -> Callable[[Array], Array]:
-    """``reduce_sum`` for the f32 partial sums of ``size`` elements of one program, by NCCL or by the kernel.
+def joiner(axis: str | None, reduction: Reduction, shape: tuple[int, ...], epsilon: float) -> Join:
+    """What closes a sublayer: ``(part, hidden, norm_YD, layer) -> (hidden + sum of the parts, its norm)``.
 
-    "mosaic" opens the workspace that all calls of the program share, so it has to be called outside of loops.
+    Parts are f32 of ``shape`` [..., D]; their sum over the ranks is rounded to hidden's dtype before it is
+    added. The norm is RMSNorm with row ``layer`` of a stack. The kernels share a workspace, opened here for
+    all calls of the program, so this has to be called outside of loops.
 
     Raises:
-      ValueError: an unknown reduction. NotImplementedError: a size that the kernel does not take.
+      ValueError: an unknown reduction; from the fused kernel, hidden states that are not bf16.
+      NotImplementedError: a shape that the kernel does not take.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: must be one of {REDUCTIONS}")
-    if axis is None or reduction == "nccl":
-        return functools.partial(reduce_sum, axis=axis)
-    space = allreduce.open_workspace(axis, *allreduce.tiling(size, jnp.float32), jnp.float32)
-    return functools.partial(allreduce.all_reduce, axis=axis, workspace=space)
+    size, width = math.prod(shape), shape[-1]
+    reduce: Callable[[Array], Array]
+    if axis is None or lax.axis_size(axis) == 1 or reduction == "nccl":
+        reduce = functools.partial(reduce_sum, axis=axis)
+    elif reduction == "mosaic":
+        space = allreduce.open_workspace(axis, *allreduce.tiling(size, jnp.float32), jnp.float32)
+        reduce = functools.partial(allreduce.all_reduce, axis=axis, workspace=space)
+    else:
+        space = allreduce.open_workspace(axis, size // width, width, jnp.float32)
+
+        def fused(part: Array, hidden: Array, norm_YD: Array, layer: int | Array) -> tuple[Array, Array]:
+            part_TD, hidden_TD = part.reshape(-1, width), hidden.reshape(-1, width)
+            joined, normed = allreduce.all_reduce_add_norm(
+                part_TD, hidden_TD, norm_YD, layer, axis, epsilon=epsilon, workspace=space
+            )
+            return joined.reshape(hidden.shape), normed.reshape(hidden.shape)
+
+        return fused
+
+    def separate(part: Array, hidden: Array, norm_YD: Array, layer: int | Array) -> tuple[Array, Array]:
+        joined = hidden + reduce(part).astype(hidden.dtype)
+        return joined, rmsnorm(joined, layer_of(norm_YD, layer), epsilon)
+
+    return separate
 
 
 def rmsnorm(x: Float[Array, "... D"], weight_D: Float[Array, "D"], epsilon: float) -> Float[Array, "... D"]:

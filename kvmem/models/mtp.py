@@ -72,19 +72,20 @@ def draft(
         cuts = attention.kernel_schedule(config, kv, at, heads, form)
     kind = Kind(dense=False, full_indexer=config.indexer is not None and selection_BTS is None)
     stand = Stand(0, 0, 0, config.num_layers, config.num_index_layers)
-    out_BTD, kv, allowed_BTS = decoder.decoder_layer(
+    norm_YD = jnp.concatenate([own["attention"]["input_norm"], own["head_norm"]])
+    (_, out_BTD), kv, allowed_BTS = decoder.decoder_layer(
         own,
         config,
         at,
         kind,
         stand,
-        z_BTD,
+        decoder.Stream(z_BTD, layers.rmsnorm(z_BTD, norm_YD[0], config.rms_norm_eps)),
         kv,
         allowed_BTS,
+        norm_YD=norm_YD,
         form=form,
         implementation=implementation,
-        reduce=layers.reducer(axis, "nccl", z_BTD.size),
+        join=layers.joiner(axis, "nccl", z_BTD.shape, config.rms_norm_eps),
         cuts=cuts,
     )
-    out_BTD = layers.rmsnorm(out_BTD, own["head_norm"][0], config.rms_norm_eps)
     return decoder.head(params, out_BTD, axis), out_BTD, kv, allowed_BTS

@@ -1,7 +1,9 @@
 """One rank and eight ranks: the same tokens and logits, counted collectives, golden shardings."""
 
 import collections
+import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -123,16 +125,54 @@ def test_sharded_forward_missing_reduction_is_refused_at_trace_time(monkeypatch)
         trace(config, params.param_specs(config, "int4_group"))
 
 
-def test_sharded_forward_by_the_kernel_replaces_the_sums_of_the_layers():
+@pytest.mark.parametrize(("reduction", "kernel"), [("mosaic", "_sum_body"), ("mosaic_norm", "_norm_body")])
+def test_sharded_forward_by_the_kernel_replaces_the_sums_of_the_layers(reduction, kernel):
     tiny = get_config("kimi_tiny_tp8")
-    config = tiny.__class__(**{**vars(tiny), "hidden_size": 512})
+    config = tiny.__class__(**{**vars(tiny), "hidden_size": 1024})
     specs = params.param_specs(config, "int4_group")
-    jaxpr = trace(config, specs, rows=4, new=1, reduction="mosaic")
+    jaxpr = trace(config, specs, rows=4, new=1, reduction=reduction)
     found = count_collectives(jaxpr)
     assert found == {"embedding_sum": 1, "logits_gather": 1}
-    assert str(jaxpr).count("skip_device_barrier=True") == 4  # two sums in the dense layer, two in the loop
-    with pytest.raises(NotImplementedError, match=r"128 elements of float32: must be a multiple of 512"):
-        trace(tiny, params.param_specs(tiny, "int4_group"), rows=2, new=1, reduction="mosaic")
+    names = re.findall(r"name=(all_reduce_open|_sum_body|_norm_body)\b", str(jaxpr))
+    # Two sums in the dense layer, two in the loop; one opening for all of them.
+    assert sorted(names) == [*[kernel] * 4, "all_reduce_open"]
+    with pytest.raises(NotImplementedError, match=r"must be a multiple of (512|1024)"):
+        trace(tiny, params.param_specs(tiny, "int4_group"), rows=2, new=1, reduction=reduction)
+
+
+def decode_logits(reduction):
+    """Logits of one decode step of two rows of a tiny Kimi in f32, all norms different, on two ranks."""
+    config, specs, tree = setup("kimi_tiny_tp8", "int4_group")
+    tp = mesh.make_mesh(2)
+    for at, (of, name) in enumerate(
+        [(tree["attention"], "input_norm"), (tree["attention"], "post_norm"), (tree, "final_norm")]
+    ):
+        noise = jax.random.normal(jax.random.key(at), of[name].shape, of[name].dtype)
+        of[name] += noise / 2
+    kv = store.init(decoder.cache_shape(config), "f32_576", num_pages=5, page_size=4)
+    table_BM = jnp.arange(1, 5, dtype=jnp.int32).reshape(2, 2)
+    one_B = jnp.ones(2, jnp.int32)
+    whole = NamedSharding(tp, PartitionSpec())
+    kv, batch = jax.device_put((kv, decoder.StepBatch(one_B[:, None] * 7, one_B, one_B * 0, table_BM)), whole)
+    args = sharded.place_params(tree, specs, tp), kv, batch
+    step = sharded.sharded_forward(config, specs, tp, reduction=reduction)
+    compiled = step.lower(*args).compile(compiler_options={"xla_backend_optimization_level": 0})
+    return np.asarray(compiled(*args)[0])
+
+
+def test_sharded_forward_fused_norm_gives_the_same_logits(monkeypatch):
+    # The kernel needs GPUs; what it computes stands in for it, so this shows which norm follows which sum.
+    def fused(part_TD, hidden_TD, norm_YD, layer, axis, *, epsilon, workspace, off=0):
+        assert workspace == "opened"
+        hidden_TD = hidden_TD + jax.lax.psum(part_TD, axis).astype(hidden_TD.dtype)
+        return hidden_TD, layers.rmsnorm(hidden_TD, norm_YD[jnp.maximum(layer - off, 0)], epsilon)
+
+    plain = decode_logits("nccl")
+    monkeypatch.setattr(layers.allreduce, "open_workspace", lambda *_: "opened")
+    monkeypatch.setattr(layers.allreduce, "all_reduce_add_norm", fused)
+    assert np.abs(decode_logits("mosaic_norm") - plain).max() < TOLERANCE * np.abs(plain).max()
+    monkeypatch.setattr(layers.allreduce, "all_reduce_add_norm", functools.partial(fused, off=1))
+    assert np.abs(decode_logits("mosaic_norm") - plain).max() > 0.1 * np.abs(plain).max()
 
 
 @pytest.mark.parametrize(("name", "weights"), golden.CASES)
