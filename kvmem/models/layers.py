@@ -48,12 +48,25 @@ def einsum(equation: str, *operands: Array) -> Float[Array, "..."]:
 
 def linear(x: Float[Array, "... K"], weight: Array | QTensor) -> Float[Array, "... O"]:
     """``x @ weight.T`` for a weight [O, K], accumulated in f32 and rounded to x's dtype."""
-    return einsum("...k,ok->...o", x, plain(weight, x.dtype)).astype(x.dtype)
+    return partial_linear(x, weight).astype(x.dtype)
 
 
 def partial_linear(x: Float[Array, "... K"], weight: Array | QTensor) -> Float[Array, "... O"]:
-    """As ``linear`` but left in f32: the part of one rank, to be summed over ranks before it is rounded."""
-    return einsum("...k,ok->...o", x, plain(weight, x.dtype))
+    """As ``linear`` but left in f32: the part of one rank, to be summed over ranks before it is rounded.
+
+    On a GPU the product with a single row is written as a reduction: XLA then reads a layer's weights where
+    they stand in their stack, and faster than as a matrix product, for which it copies them out first.
+    """
+    product = functools.partial(einsum, "...k,ok->...o")
+    if x.size > x.shape[-1]:
+        return product(x, plain(weight, x.dtype))
+
+    def reduction(x: Array, weight_OK: Array) -> Array:
+        wide_K = x.reshape(1, -1).astype(jnp.float32)
+        out_O = jnp.sum(weight_OK.astype(jnp.float32) * jnp.broadcast_to(wide_K, weight_OK.shape), axis=1)
+        return out_O.reshape(*x.shape[:-1], -1)
+
+    return lax.platform_dependent(x, plain(weight, x.dtype), cpu=product, default=reduction)
 
 
 def reduce_sum(x: Float[Array, "..."], axis: str | None) -> Float[Array, "..."]:
