@@ -18,10 +18,11 @@ def get_config(arg: str = "") -> ConfigDict:
     return ConfigDict(
         {
             "ranks": 2,
-            "parts": ("nccl", "mosaic", "tiny", "handover", "step", "xla_oneshot"),
+            "parts": ("mosaic", "nccl", "tiny", "handover", "step"),
+            "alone": ("step",),
             "at_once": 1 if quick else 6,
-            "limit_s": 600 if quick else 90,  # of each part; a part that hangs is killed
-            "total_s": 900 if quick else 95,
+            "limit_s": 600 if quick else 75,  # of each part; a part that hangs is killed
+            "total_s": 900 if quick else 145,
             "seed": 12,
             "allreduce": {
                 "width": 1024 if quick else 7168,
@@ -38,6 +39,17 @@ def get_config(arg: str = "") -> ConfigDict:
                 "layers": 2 if quick else 4,
                 "experts": 12 if quick else 32,
                 "rows": (2,) if quick else (1, 16),
+                # Implementation, reduction, compiler options.
+                "variants": (("xla", "nccl", ""),)
+                if quick
+                else (
+                    ("mosaic", "nccl", ""),
+                    ("mosaic", "nccl", "blas"),
+                    ("mosaic", "mosaic", "blas"),
+                    ("mosaic", "mosaic_norm", "blas"),
+                    ("mosaic", "nccl", "blas+whole"),
+                    ("mosaic", "mosaic_norm", "blas+whole"),
+                ),
                 "context": 20 if quick else 2048,
                 "steps": 3 if quick else 40,
                 "repeats": 2 if quick else 7,

@@ -67,17 +67,23 @@ def split(events: list[tuple[str, float, float]], runs: int) -> list[list[tuple[
 
 
 def trace(program: Callable[[], object], runs: int = 1) -> list[tuple[str, float, float]]:
-    """(name, start ns, end ns) of every kernel and copy that ``runs`` runs put on the GPU's streams."""
+    """(name, start ns, end ns) of every kernel and copy that ``runs`` runs put on the GPUs' streams."""
+    return [event for events in traces(program, runs).values() for event in events]
+
+
+def traces(program: Callable[[], object], runs: int = 1) -> dict[str, list[tuple[str, float, float]]]:
+    """``trace`` by GPU."""
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             for _ in range(runs):
                 jax.block_until_ready(program())
-        events = []
+        found: dict[str, list[tuple[str, float, float]]] = {}
         for path in pathlib.Path(directory).rglob("*.xplane.pb"):
             for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
                 if "GPU" not in plane.name:
                     continue
                 for line in plane.lines:
                     if "Stream" in (line.name or ""):
-                        events += [(e.name, e.start_ns, e.start_ns + e.duration_ns) for e in line.events]
-    return events
+                        events = [(e.name, e.start_ns, e.start_ns + e.duration_ns) for e in line.events]
+                        found.setdefault(plane.name, []).extend(events)
+    return found

@@ -2,7 +2,8 @@
 
 Each part runs in a process of its own under a time limit, so that a part that fails or hangs (a collective
 whose peer died waits for ever) costs its own numbers only: they are recorded as absent, with the reason.
-Parts compile at the same time and take turns on the devices. They are in ``experiments.multi_gpu_parts``.
+Parts compile at the same time and take turns on the devices; those in ``config.alone`` run after them, one by
+one, so that XLA may tune matrix products on idle devices. They are in ``experiments.multi_gpu_parts``.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ def main(config: ConfigDict, recorder: record.Recorder) -> None:
     recorder.seeds["multi_gpu"] = config.seed
     recorder.weights = f"synthetic:{config.seed}"
     deadline = time.monotonic() + config.total_s
+    together = [part for part in config.parts if part not in config.alone]
     with concurrent.futures.ThreadPoolExecutor(config.at_once) as pool:
         waiting = {
-            part: pool.submit(run_part, part, config, recorder.directory, deadline) for part in config.parts
+            part: pool.submit(run_part, part, config, recorder.directory, deadline) for part in together
         }
         ended = {part: future.result() for part, future in waiting.items()}
+    for part in config.parts:
+        if part in config.alone:
+            ended[part] = run_part(part, config, recorder.directory, deadline)
     for part, (why, wall_s) in ended.items():
         found = _read(recorder.directory / f"{part}.json")
         for name, value in found["metrics"].items():
@@ -67,10 +72,8 @@ def run_part(part: str, config: ConfigDict, directory: pathlib.Path, deadline: f
     flags = environment.get("XLA_FLAGS", "")
     if environment.get("JAX_PLATFORMS") == "cpu" and "device_count" not in flags:
         flags += " --xla_force_host_platform_device_count=8"
-    if config.at_once > 1:  # autotuning would run on the devices while it is another part's turn
+    if config.at_once > 1 and part not in config.alone:  # autotuning would run in another part's turn
         flags += " --xla_gpu_autotune_level=0"
-    if part == "xla_oneshot":
-        flags += " --xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true"
     environment["XLA_FLAGS"] = flags.strip()
     command = [sys.executable, "-m", "experiments.multi_gpu_parts", part, str(directory / f"{part}.json")]
     with (directory / f"{part}.log").open("w") as log:

@@ -11,9 +11,10 @@ from typing import Any
 from experiments.multi_gpu_parts import common, handover, midsize, reduce, tiny
 
 PARTS: dict[str, Callable[[Mapping[str, Any], common.Findings], None]] = {
-    "nccl": lambda config, out: reduce.allreduce(config, out, ("nccl", "nccl_norm")),
-    "mosaic": lambda config, out: reduce.allreduce(config, out, ("mosaic", "mosaic_norm", "mosaic_barrier")),
-    "xla_oneshot": lambda config, out: reduce.allreduce(config, out, ("nccl",), "xla_oneshot"),
+    "nccl": lambda config, out: reduce.allreduce(
+        config, out, ("nccl", "nccl_norm", "nccl_graph", "xla_oneshot")
+    ),
+    "mosaic": lambda config, out: reduce.allreduce(config, out, ("mosaic", "mosaic_exchange", "mosaic_norm")),
     "tiny": tiny.tiny,
     "step": midsize.mid_step,
     "handover": handover.handover,

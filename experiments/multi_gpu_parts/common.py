@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from experiments import bench_timing
 from kvmem import record
 from kvmem.models import get_config, sharded
 from kvmem.models import params as model_params
@@ -80,10 +81,29 @@ def on_gpu() -> bool:
     return jax.devices()[0].platform == "gpu"
 
 
-def compile_all(jobs: Mapping[Any, tuple[Any, tuple]]) -> dict[Any, Any]:
+_GRAPH = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
+# Compiler options of variants, by name; several are joined by "+".
+_OPTIONS: dict[str, dict[str, Any]] = {
+    # Collectives in CUDA graphs; loops and branches too.
+    "graph": {"xla_gpu_enable_command_buffer": f"{_GRAPH},COLLECTIVES"},
+    "whole": {"xla_gpu_enable_command_buffer": f"{_GRAPH},COLLECTIVES,WHILE,CONDITIONAL"},
+    # cuBLAS reads a layer's weights where they stand in their stack; XLA copies them out for its own kernels.
+    "blas": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0},
+    "oneshot": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},
+}
+
+
+def options(names: str) -> dict[str, Any]:
+    """Compiler options by their name, or by several joined by "+"; none for ""."""
+    return {key: value for name in filter(None, names.split("+")) for key, value in _OPTIONS[name].items()}
+
+
+def compile_all(
+    jobs: Mapping[Any, tuple[Any, tuple]], options: Mapping[Any, dict[str, Any]] | None = None
+) -> dict[Any, Any]:
     """Compiles ``name -> (jitted function, its arguments)`` at once: tracing in turn, XLA in threads.
 
-    A job that fails has its exception as its value.
+    ``options`` are compiler options by name. A job that fails has its exception as its value.
     """
 
     def attempt(work: Callable[..., Any], *args: Any) -> Any:
@@ -95,7 +115,7 @@ def compile_all(jobs: Mapping[Any, tuple[Any, tuple]]) -> dict[Any, Any]:
     lowered = {name: attempt(function.lower, *args) for name, (function, args) in jobs.items()}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         waiting = {
-            name: pool.submit(attempt, item.compile)
+            name: pool.submit(attempt, item.compile, (options or {}).get(name))
             for name, item in lowered.items()
             if hasattr(item, "compile")
         }
@@ -111,6 +131,58 @@ def seconds(run: Callable[[], Any], repeats: int) -> tuple[float, float]:
         jax.block_until_ready(run())
         taken.append(time.perf_counter() - started)
     return statistics.median(taken), max(taken) - min(taken)
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What the profiler saw of a program that makes ``calls`` calls, on the GPUs' own clocks.
+
+    Attributes:
+      us: of a call, from the start of the first kernel to the end of the last, median over runs and GPUs.
+      kernel_us: mean duration of a kernel that was asked for.
+      launches: kernels and copies a call.
+      busy_us: sum of the durations of all of them a call.
+      kernels: mean microseconds a call of each kernel, by name, the longest first.
+    """
+
+    us: float
+    kernel_us: float
+    launches: float
+    busy_us: float
+    kernels: dict[str, float]
+
+
+def profile(run: Callable[[], Any], calls: int, name: str = "", runs: int = 3) -> Profile:
+    """Profiles a compiled program; the span is of the kernels whose names hold ``name``, if any do.
+
+    XLA launches kernels one by one while it is profiled, unless the program was compiled with
+    ``xla_enable_command_buffers_during_profiling``.
+    """
+    jax.block_until_ready(run())
+    spans, lengths, total = [], [], 0
+    kernels: dict[str, float] = {}
+    devices = bench_timing.traces(run, runs)
+    for found in devices.values():
+        events = sorted(found, key=lambda event: event[1])
+        named = [event for event in events if name in event[0]] or events
+        spans += [
+            (max(e[2] for e in one) - one[0][1]) / calls / 1e3 for one in bench_timing.split(named, runs)
+        ]
+        lengths += [(end - start) / 1e3 for _, start, end in named]
+        total += len(events)
+        for kernel, start, end in events:
+            kernels[kernel] = kernels.get(kernel, 0.0) + (end - start) / 1e3
+    if not spans:
+        raise RuntimeError("the profiler saw no kernel")
+    share = calls * runs * len(devices)
+    longest = sorted(kernels.items(), key=lambda item: -item[1])
+    return Profile(
+        us=statistics.median(spans),
+        kernel_us=statistics.fmean(lengths),
+        launches=total / share,
+        busy_us=sum(kernels.values()) / share,
+        kernels={kernel[:80]: round(us / share, 3) for kernel, us in longest},
+    )
 
 
 def mapped(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any = WHOLE) -> Any:
@@ -138,7 +210,8 @@ def fill_params(config: ModelConfig, mesh: Mesh | None, seed: int, out: Findings
         position = lax.iota(jnp.uint32, int(np.prod(leaf.shape))).reshape(leaf.shape)
         mixed = (position ^ (position >> 15)) * jnp.uint32(2654435761) + jnp.uint32(seed * 977 + i)
         if leaf.dtype == jnp.int4:
-            return ((mixed >> 28).astype(jnp.int8) - jnp.int8(8)).astype(jnp.int4)
+            # -7 to 7: with a mean, every token would be pushed the same way, to the same few experts.
+            return (((mixed >> 16) * 15 >> 16).astype(jnp.int8) - jnp.int8(7)).astype(jnp.int4)
         unit = (mixed >> 8).astype(jnp.float32) * jnp.float32(2.0**-23) - 1.0  # in [-1, 1)
         if len(leaf.shape) < 2 or leaf.shape[-1] < 2:
             return (1.0 + 0.1 * unit).astype(leaf.dtype)

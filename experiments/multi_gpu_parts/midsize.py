@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ from experiments.multi_gpu_parts.common import (
     mapped,
     midsize,
     on_gpu,
+    options,
+    profile,
     seconds,
 )
 from kvmem.cache import integrity, pages, tags
@@ -29,18 +32,13 @@ from kvmem.engine import step
 from kvmem.engine.step import PoolState, StepConfig
 from kvmem.models import decoder, sharded
 from kvmem.models import params as model_params
-from kvmem.models.attention import Implementation
 from kvmem.models.config import ModelConfig
-from kvmem.models.layers import Reduction
 from kvmem.sharding.mesh import AXIS, make_mesh
 
 RAN, TOKEN = step.Outcome._fields.index("ran"), step.Outcome._fields.index("token")
 PAGE_SIZE = 64
-VARIANTS: tuple[tuple[Implementation, Reduction], ...] = (
-    ("xla", "nccl"),
-    ("mosaic", "nccl"),
-    ("mosaic", "mosaic"),
-)
+PROFILED = 5  # steps
+KERNELS = 40  # of a step, the longest, go into the notes
 
 
 def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, int, int]]:
@@ -61,7 +59,7 @@ def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, int, int]]:
 def mid_step(config: Mapping[str, Any], out: Findings) -> None:
     """The engine's decode step on n ranks: time, collectives by scope and size, and the status reduction.
 
-    Measured in plain JAX with NCCL's all-reduce and, on GPUs, with the INT4 kernel and either all-reduce.
+    ``config.step.variants`` are triples of implementation, reduction and compiler options.
     """
     c, ranks = config["step"], config["ranks"]
     model, mesh = midsize(c), make_mesh(ranks)
@@ -69,11 +67,12 @@ def mid_step(config: Mapping[str, Any], out: Findings) -> None:
     entries = sharded.partition_specs(specs, ranks)
     whole = NamedSharding(mesh, WHOLE)
     columns = -(-(c["context"] + (c["repeats"] + 2) * c["steps"]) // PAGE_SIZE)
-    states = {rows: jax.device_put(_filled(model, rows, c["context"], columns), whole) for rows in c["rows"]}
+    states = {rows: jax.device_put(filled(model, rows, c["context"], columns), whole) for rows in c["rows"]}
     weights = fill_params(model, mesh, config["seed"], out)
     jobs: dict[Any, Any] = {}
-    for rows, state in states.items():
-        for implementation, reduction in VARIANTS if on_gpu() else VARIANTS[:1]:
+    settings: dict[Any, dict[str, Any]] = {}
+    for implementation, reduction, names in c["variants"]:
+        for rows, state in states.items():
             plan = StepConfig(
                 model=model,
                 rows=rows,
@@ -83,15 +82,14 @@ def mid_step(config: Mapping[str, Any], out: Findings) -> None:
                 reduction=reduction,
             )
             decode: Any = step.compile_step("decode", plan, mesh, entries)
-            jobs[rows, f"{implementation}_{reduction}"] = (
-                decode,
-                (weights, state, jax.device_put(jnp.ones(rows, bool), whole)),
-            )
-    first = c["rows"][0]
-    decode, args = jobs[first, "xla_nccl"]
+            key = rows, "_".join(filter(None, (implementation, reduction, *names.split("+"))))
+            jobs[key] = (decode, (weights, state, jax.device_put(jnp.ones(rows, bool), whole)))
+            settings[key] = options(names)
+    first, variant = next(iter(jobs))
+    decode, args = jobs[first, variant]
     _count(out, f"step.n{ranks}.rows{first}", decode.trace(*args).jaxpr)
     tokens = {}
-    for (rows, variant), program in compile_all(jobs).items():
+    for (rows, variant), program in compile_all(jobs, settings).items():
         label = f"step.n{ranks}.rows{rows}.{variant}"
         if isinstance(program, Exception):
             out.missing(f"{label}.us", f"{type(program).__name__}: {program}".splitlines()[0][:300])
@@ -101,35 +99,52 @@ def mid_step(config: Mapping[str, Any], out: Findings) -> None:
         holder, seen = [state], []  # type: ignore[var-annotated]
 
         def steps(
-            program: Any = program, holder: list = holder, seen: list = seen, run_B: Any = run_B
+            count: int = c["steps"],
+            program: Any = program,
+            holder: list = holder,
+            seen: list = seen,
+            run_B: Any = run_B,
         ) -> Any:
-            for _ in range(c["steps"]):
+            for _ in range(count):
                 holder[0], report = program(weights, holder[0], run_B)
             seen.append(report.outcome)
             return report.outcome
 
-        with out.turn():
-            median_s, spread_s = seconds(steps, c["repeats"])
-            last = np.asarray(seen[-1])
-            tokens[rows, variant] = [np.asarray(outcome)[TOKEN] for outcome in seen]
-        out.metric(f"{label}.alive", int(last[RAN].sum()))
-        if on_gpu():
-            out.metric(f"{label}.us", median_s / c["steps"] * 1e6)
-            out.metric(f"{label}.spread_us", spread_s / c["steps"] * 1e6)
-        else:
-            out.missing(f"{label}.us", ON_CPU)
-    for rows in c["rows"]:
-        if {(rows, "mosaic_nccl"), (rows, "mosaic_mosaic")} <= set(tokens):
-            pairs = zip(tokens[rows, "mosaic_nccl"], tokens[rows, "mosaic_mosaic"], strict=True)
-            same = np.mean([np.mean(one == other) for one, other in pairs])
-            out.metric(f"step.n{ranks}.rows{rows}.mosaic_mosaic.tokens_as_nccl", float(same))
-        if on_gpu():
+        try:
             with out.turn():
-                agree_s = time_agreement(mesh, rows, c["repeats"])
-            out.metric(f"step.n{ranks}.rows{rows}.status_reduction.us", agree_s * 1e6)
+                median_s, spread_s = seconds(steps, c["repeats"])
+                last = np.asarray(seen[-1])
+                tokens[rows, variant] = [np.asarray(outcome)[TOKEN] for outcome in seen]
+                out.metric(f"{label}.alive", int(last[RAN].sum()))
+                if on_gpu():
+                    out.metric(f"{label}.us", median_s / c["steps"] * 1e6)
+                    out.metric(f"{label}.spread_us", spread_s / c["steps"] * 1e6)
+                    _profile(out, label, functools.partial(steps, PROFILED))
+                else:
+                    out.missing(f"{label}.us", ON_CPU)
+        except Exception as error:  # one variant of many
+            out.missing(f"{label}.us", f"{type(error).__name__}: {error}".splitlines()[0][:300])
+    for (rows, variant), found in tokens.items():
+        other = variant.replace("mosaic_mosaic_norm", "mosaic_nccl").replace("mosaic_mosaic", "mosaic_nccl")
+        if other != variant and (rows, other) in tokens:
+            pairs = zip(tokens[rows, other], found, strict=True)
+            same = np.mean([np.mean(one == nccl) for nccl, one in pairs])
+            out.metric(f"step.n{ranks}.rows{rows}.{variant}.tokens_as_nccl", float(same))
+    for rows in c["rows"] if on_gpu() else ():
+        with out.turn():
+            time_agreement(out, f"step.n{ranks}.rows{rows}.status_reduction", mesh, rows, c["repeats"])
 
 
-def _filled(model: ModelConfig, rows: int, context: int, columns: int) -> PoolState:
+def _profile(out: Findings, label: str, steps: Callable[[], Any]) -> None:
+    """Kernels of a step launched one by one, as XLA does under the profiler: what the GPU alone has to do."""
+    seen = profile(steps, PROFILED, runs=1)
+    out.metric(f"{label}.launches", seen.launches)
+    out.metric(f"{label}.busy_us", seen.busy_us)
+    out.metric(f"{label}.traced_us", seen.us)
+    out.note(f"{label}.kernels", dict(list(seen.kernels.items())[:KERNELS]))
+
+
+def filled(model: ModelConfig, rows: int, context: int, columns: int) -> PoolState:
     """An FP8 decode pool whose rows hold ``context`` tokens of zeros each, and may run."""
     empty = step.init(
         decoder.cache_shape(model),
@@ -159,16 +174,21 @@ def _count(out: Findings, label: str, jaxpr: Any) -> None:
         out.metric(f"{label}.collectives.{scope}.bytes", nbytes)
 
 
-def time_agreement(mesh: Mesh, rows: int, repeats: int, calls: int = 200) -> float:
-    """Seconds of one ``integrity.agree`` of ``rows`` rows."""
+def time_agreement(
+    out: Findings, label: str, mesh: Mesh, rows: int, repeats: int, loops: int = 10, unrolled: int = 20
+) -> None:
+    """Times ``integrity.agree`` of ``rows`` rows, on the host's clock and on the GPUs'."""
     count = jnp.zeros(rows, jnp.int32)
     unsigned = jnp.zeros(rows, jnp.uint32)
     fine = IntegrityReport(
         jnp.ones(rows, bool), count, count, count, count, unsigned, unsigned, jnp.zeros((), jnp.int32)
     )
 
-    def body(report: IntegrityReport) -> IntegrityReport:
-        return lax.fori_loop(0, calls, lambda _, carry: integrity.agree(carry, AXIS), report)
+    def several(_: jax.Array, report: IntegrityReport) -> IntegrityReport:
+        for _unrolled in range(unrolled):  # an iteration of XLA's loop has a cost of its own
+            report = integrity.agree(report, AXIS)
+        return report
 
-    program = mapped(mesh, body, (WHOLE,))
-    return seconds(lambda: program(fine), repeats)[0] / calls
+    program = mapped(mesh, lambda report: lax.fori_loop(0, loops, several, report), (WHOLE,))
+    out.metric(f"{label}.wall_us", seconds(lambda: program(fine), repeats)[0] / (loops * unrolled) * 1e6)
+    out.metric(f"{label}.us", profile(lambda: program(fine), loops * unrolled).us)

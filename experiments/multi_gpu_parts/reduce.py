@@ -1,7 +1,12 @@
-"""All-reduce of decode sizes: NCCL, XLA's own kernel and Mosaic, checked over thousands of calls, timed."""
+"""All-reduce of decode sizes: NCCL, XLA's own kernel and Mosaic, checked over thousands of calls, timed.
+
+A way to reduce is timed on the host's clock and on the GPUs', from the start of the first kernel of a chain
+of calls to the end of the last; the Mosaic kernel also with many exchanges inside one launch.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +25,8 @@ from experiments.multi_gpu_parts.common import (
     compile_all,
     mapped,
     on_gpu,
+    options,
+    profile,
     seconds,
 )
 from kvmem.models import layers
@@ -28,18 +35,38 @@ from pallas_kernels import allreduce as kernel
 
 Reduce = Callable[[jax.Array], jax.Array]
 NORM_CALLS = 50  # unrolled in the loop that is timed
+EXCHANGES = 200  # inside one launch
 
 
-def reducer(how: str, rows: int, width: int) -> Reduce:
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to reduce: by what, the name of its kernel ("" for several), and XLA's options for it."""
+
+    by: str
+    kernel: str = ""
+    options: str = ""
+
+
+WAYS = {
+    "nccl": Way("nccl", "nccl"),
+    "nccl_graph": Way("nccl", "nccl", "graph"),
+    "xla_oneshot": Way("nccl", "", "oneshot"),
+    "nccl_norm": Way("nccl"),
+    "mosaic": Way("mosaic", "_sum_body"),
+    "mosaic_exchange": Way("mosaic", "_sum_body"),
+    "mosaic_norm": Way("mosaic", "_norm_body"),
+}
+EVERY_SIZE = ("nccl", "mosaic")
+
+
+def reducer(by: str, rows: int, width: int, exchanges: int = 1) -> Reduce:
     """An all-reduce of bf16 [rows, width] for use inside shard_map; "mosaic" opens its workspace here."""
-    if how == "nccl":
+    if by == "nccl":
         return lambda x_TD: lax.psum(x_TD, AXIS)
-    if how == "mosaic_barrier":
-        return lambda x_TD: kernel.all_reduce(x_TD, AXIS)
-    if how == "mosaic":
+    if by == "mosaic":
         space = kernel.open_workspace(AXIS, *kernel.tiling(rows * width, jnp.bfloat16), jnp.bfloat16)
-        return lambda x_TD: kernel.all_reduce(x_TD, AXIS, workspace=space)
-    raise ValueError(f"all-reduce {how!r}: one of nccl, mosaic, mosaic_barrier")
+        return lambda x_TD: kernel.all_reduce(x_TD, AXIS, workspace=space, exchanges=exchanges)
+    raise ValueError(f"all-reduce by {by!r}: one of nccl, mosaic")
 
 
 def message(base: jax.Array, call: jax.Array) -> jax.Array:
@@ -91,12 +118,12 @@ def calls_between_starts(ranks: int) -> int:
     return 100 // max(1, ranks.bit_length() - 1)
 
 
-def norm_step(how: str, rows: int, width: int) -> Callable:
+def norm_step(by: str, rows: int, width: int) -> Callable:
     """Sum, residual add and RMSNorm: one kernel ("mosaic") or NCCL and XLA ("nccl")."""
-    if how == "mosaic":
+    if by == "mosaic":
         space = kernel.open_workspace(AXIS, rows, width, jnp.bfloat16)
         return lambda x_TD, hidden_TD, weight_D: kernel.all_reduce_add_norm(
-            x_TD, hidden_TD, weight_D, AXIS, epsilon=1e-5, workspace=space
+            x_TD, hidden_TD, weight_D[None], 0, AXIS, epsilon=1e-5, workspace=space
         )
 
     def separate(x_TD: jax.Array, hidden_TD: jax.Array, weight_D: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -106,9 +133,9 @@ def norm_step(how: str, rows: int, width: int) -> Callable:
     return separate
 
 
-def norm_chain(how: str, x_TD: jax.Array, weight_D: jax.Array, calls: int) -> jax.Array:
+def norm_chain(by: str, x_TD: jax.Array, weight_D: jax.Array, calls: int) -> jax.Array:
     """At least ``calls`` fused steps, each on the normed output of the last; ``x_TD`` is the residual."""
-    run = norm_step(how, *x_TD.shape)
+    run = norm_step(by, *x_TD.shape)
 
     def several(_: jax.Array, normed_TD: jax.Array) -> jax.Array:
         for _unrolled in range(NORM_CALLS):
@@ -118,13 +145,13 @@ def norm_chain(how: str, x_TD: jax.Array, weight_D: jax.Array, calls: int) -> ja
     return lax.fori_loop(0, -(-calls // NORM_CALLS), several, x_TD)
 
 
-def norm_error(how: str, base_NTD: jax.Array, weight_D: jax.Array, calls: int) -> jax.Array:
+def norm_error(by: str, base_NTD: jax.Array, weight_D: jax.Array, calls: int) -> jax.Array:
     """Largest error of ``norm_step``'s normed output, in bf16 steps (2^-8) of the expected value.
 
     Hidden values are integers, exact in bf16: another one counts as infinite error.
     """
     me = lax.axis_index(AXIS)
-    run = norm_step(how, *base_NTD.shape[1:])
+    run = norm_step(by, *base_NTD.shape[1:])
 
     def call(i: jax.Array, worst: jax.Array) -> jax.Array:
         residual_TD = message(base_NTD[0] + 5, i)
@@ -140,43 +167,46 @@ def norm_error(how: str, base_NTD: jax.Array, weight_D: jax.Array, calls: int) -
     return lax.fori_loop(0, calls, call, jnp.zeros((), jnp.float32))
 
 
-def allreduce(
-    config: Mapping[str, Any], out: Findings, hows: Sequence[str], label: str | None = None
-) -> None:
-    """Correctness over thousands of calls and the time of one, by size, for some ways to reduce.
-
-    The time of a call is that of a chain of calls in one program, over its length. ``label`` names the way in
-    the metrics where it is not ``how`` itself: NCCL's call compiled with another XLA flag is another kernel.
-    """
+def allreduce(config: Mapping[str, Any], out: Findings, hows: Sequence[str]) -> None:
+    """Correctness over thousands of calls and the time of one, by size, for some ways to reduce."""
     c, ranks = config["allreduce"], config["ranks"]
-    if "mosaic" in hows and not on_gpu():
+    if not on_gpu() and any(WAYS[how].by == "mosaic" for how in hows):
         for kib in c["kib"]:
             out.missing(f"allreduce.n{ranks}.{kib}.mosaic.us", ON_CPU)
         return
     mesh = make_mesh(ranks)
     jobs = {
         (kib, how, kind): job
-        for kib in c["kib"]
         for how in hows
-        if how in ("nccl", "mosaic") or kib in c["few_kib"]
+        for kib in (c["kib"] if how in EVERY_SIZE else c["few_kib"])
         for kind, job in _jobs(config, mesh, kib, how).items()
     }
-    compiled = compile_all(jobs)
+    compiled = compile_all(jobs, {key: _options(*key[1:]) for key in jobs})
     for (kib, how, kind), program in compiled.items():
-        name = f"allreduce.n{ranks}.{kib}.{label or how}"
+        name = f"allreduce.n{ranks}.{kib}.{how}"
+        missing = f"{name}.{'us' if kind == 'time' else 'wrong'}"
         if isinstance(program, Exception):
-            out.missing(
-                f"{name}.{'us' if kind == 'time' else 'wrong'}",
-                f"{type(program).__name__}: {program}".splitlines()[0][:300],
-            )
+            out.missing(missing, f"{type(program).__name__}: {program}".splitlines()[0][:300])
             continue
+        run = functools.partial(program, *jobs[kib, how, kind][1])
         with out.turn():
-            _report(out, name, kind, functools.partial(program, *jobs[kib, how, kind][1]), c, ranks)
+            try:
+                _check(out, name, run, c) if kind == "check" else _time(out, name, how, run, c, ranks)
+            except Exception as error:  # one cell of many
+                out.missing(missing, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+
+
+def _options(how: str, kind: str) -> dict[str, Any]:
+    if not on_gpu():
+        return {}
+    # CUDA graphs also under the profiler: a call is timed as it runs.
+    timed = {"xla_enable_command_buffers_during_profiling": True} if kind == "time" else {}
+    return {**options(WAYS[how].options), **timed}
 
 
 def _jobs(config: Mapping[str, Any], mesh: Mesh, kib: int, how: str) -> dict[str, tuple[Any, tuple]]:
     """The checking and the timed program of one size and one way."""
-    c, ranks = config["allreduce"], config["ranks"]
+    c, ranks, by = config["allreduce"], config["ranks"], WAYS[how].by
     rows, width = kib * 512 // c["width"], c["width"]
     rng = np.random.default_rng([config["seed"], kib])
     base_NTD = jnp.asarray(rng.integers(0, 17, (ranks, rows, width)), jnp.int32)
@@ -185,24 +215,25 @@ def _jobs(config: Mapping[str, Any], mesh: Mesh, kib: int, how: str) -> dict[str
     base_NTD, weight_D = jax.device_put((base_NTD, weight_D), NamedSharding(mesh, WHOLE))
     x_NTD = jax.device_put(x_NTD, NamedSharding(mesh, SPLIT))
     if how.endswith("_norm"):
-        way = how.removesuffix("_norm")
 
         def check_norm(base_NTD: jax.Array, weight_D: jax.Array) -> jax.Array:
-            return norm_error(way, base_NTD, weight_D, c["check_calls"])[None]
+            return norm_error(by, base_NTD, weight_D, c["check_calls"])[None]
 
         def time_norm(x_1TD: jax.Array, weight_D: jax.Array) -> jax.Array:
-            return norm_chain(way, x_1TD[0], weight_D, c["time_calls"])
+            return norm_chain(by, x_1TD[0], weight_D, c["time_calls"])
 
         return {
             "check": (mapped(mesh, check_norm, (WHOLE, WHOLE), SPLIT), (base_NTD, weight_D)),
             "time": (mapped(mesh, time_norm, (SPLIT, WHOLE)), (x_NTD, weight_D)),
         }
 
+    exchanges = EXCHANGES if how == "mosaic_exchange" else 1
+
     def check(base_NTD: jax.Array) -> jax.Array:
-        return count_wrong(reducer(how, rows, width), base_NTD, c["check_calls"])[None]
+        return count_wrong(reducer(by, rows, width, exchanges), base_NTD, c["check_calls"] // exchanges)[None]
 
     def timed(x_1TD: jax.Array) -> jax.Array:
-        return chain(reducer(how, rows, width), x_1TD[0], ranks, c["time_calls"])
+        return chain(reducer(by, rows, width, exchanges), x_1TD[0], ranks, c["time_calls"] // exchanges)
 
     return {
         "check": (mapped(mesh, check, (WHOLE,), SPLIT), (base_NTD,)),
@@ -210,23 +241,32 @@ def _jobs(config: Mapping[str, Any], mesh: Mesh, kib: int, how: str) -> dict[str
     }
 
 
-def _report(
-    out: Findings, name: str, kind: str, run: Callable[[], Any], c: Mapping[str, Any], ranks: int
-) -> None:
-    if kind == "check":
-        worst = float(np.asarray(run()).max())
-        if name.endswith("_norm"):
-            out.metric(f"{name}.worst_bf16_steps", min(worst, 1e9))
-        else:
-            out.metric(f"{name}.wrong", int(worst))
-        out.metric(f"{name}.calls", c["check_calls"])
-    elif on_gpu():
-        calls = chained_calls(ranks, c["time_calls"])
-        if name.endswith("_norm"):
-            calls = NORM_CALLS * -(-c["time_calls"] // NORM_CALLS)
-        median_s, spread_s = seconds(run, c["repeats"])
-        out.metric(f"{name}.us", median_s / calls * 1e6)
-        out.metric(f"{name}.spread_us", spread_s / calls * 1e6)
+def _check(out: Findings, name: str, run: Callable[[], Any], c: Mapping[str, Any]) -> None:
+    worst = float(np.asarray(run()).max())
+    if name.endswith("_norm"):
+        out.metric(f"{name}.worst_bf16_steps", min(worst, 1e9))
     else:
+        out.metric(f"{name}.wrong", int(worst))
+    out.metric(f"{name}.calls", c["check_calls"])
+
+
+def _time(
+    out: Findings, name: str, how: str, run: Callable[[], Any], c: Mapping[str, Any], ranks: int
+) -> None:
+    if not on_gpu():
         jax.block_until_ready(run())
-        out.missing(f"{name}.us", ON_CPU)
+        return out.missing(f"{name}.us", ON_CPU)
+    exchanges = EXCHANGES if how == "mosaic_exchange" else 1
+    calls = chained_calls(ranks, c["time_calls"] // exchanges)
+    if how.endswith("_norm"):
+        calls = NORM_CALLS * -(-c["time_calls"] // NORM_CALLS)
+    median_s, spread_s = seconds(run, c["repeats"])
+    out.metric(f"{name}.wall_us", median_s / calls / exchanges * 1e6)
+    out.metric(f"{name}.wall_spread_us", spread_s / calls / exchanges * 1e6)
+    seen = profile(run, calls, WAYS[how].kernel)
+    # Of many exchanges in a launch the kernel's own time counts, of calls also the way from one to the next.
+    out.metric(f"{name}.us", seen.kernel_us / exchanges if exchanges > 1 else seen.us)
+    out.metric(f"{name}.kernel_us", seen.kernel_us / exchanges)
+    out.metric(f"{name}.launches", seen.launches)
+    out.note(f"{name}.kernels", dict(list(seen.kernels.items())[:3]))
+    return None

@@ -1,7 +1,12 @@
-"""One full-size step of each model compiled for eight H200s without a GPU: arguments, temporaries, copies."""
+"""One full-size step of each model compiled for eight H200s without a GPU: arguments, temporaries, copies.
 
+Also the mid-size decode step that several GPUs run, in each variant: what runs on two is compiled for eight.
+"""
+
+import collections
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 
@@ -10,9 +15,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from configs import multi_gpu
+from experiments.multi_gpu_parts import common, midsize
 from kvmem import planner
 from kvmem.cache import store
+from kvmem.engine import step as engine_step
 from kvmem.models import decoder, get_config, params, sharded
+from kvmem.sharding.mesh import AXIS
 from tests.kernels import harness
 
 pytestmark = pytest.mark.slow
@@ -20,11 +29,18 @@ ROWS, COLUMNS, PAGE_SIZE = 64, 128, 64
 # Temporaries allowed, in bytes. XLA: one layer's dequantised experts. Kernel: the rows' gathered cache, of
 # 64 x 8,192 x 576 in bf16 0.6 GB. Either way far below a pool or a weight stack.
 CASES = {
-    "kimi_decode_xla": ("kimi_k2.6", "fp8_576", "fp8_flat", "xla", 12e9),
-    "glm_decode_xla": ("glm_5.2", "fp8_656", "fp8_656", "xla", 12e9),
-    "kimi_decode_kernels": ("kimi_k2.6", "fp8_576", "fp8_flat", "mosaic", 0.2e9),
-    "kimi_decode_experts_kernel": ("kimi_k2.6", "fp8_576", "fp8_flat", "mosaic_experts", 1e9),
+    "kimi_decode_xla": ("kimi_k2.6", "fp8_576", "fp8_flat", "xla", "nccl", 12e9),
+    "glm_decode_xla": ("glm_5.2", "fp8_656", "fp8_656", "xla", "nccl", 12e9),
+    "kimi_decode_kernels": ("kimi_k2.6", "fp8_576", "fp8_flat", "mosaic", "nccl", 0.2e9),
+    "kimi_decode_experts_kernel": ("kimi_k2.6", "fp8_576", "fp8_flat", "mosaic_experts", "nccl", 1e9),
+    "kimi_decode_one_shot": ("kimi_k2.6", "fp8_576", "fp8_flat", "mosaic", "mosaic", 0.3e9),
+    "kimi_decode_fused_norm": ("kimi_k2.6", "fp8_576", "fp8_flat", "mosaic", "mosaic_norm", 0.3e9),
+    "glm_decode_fused_norm": ("glm_5.2", "fp8_656", "fp8_656", "mosaic_experts", "mosaic_norm", 12e9),
 }
+needs_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="needs the aot extra: jax-cuda13-plugin, ptxas",
+)
 
 
 def arguments(name, weights, layout, rows, steps, pages, mesh):
@@ -48,15 +64,37 @@ def arguments(name, weights, layout, rows, steps, pages, mesh):
     return config, specs, (sharded.abstract_params(specs, mesh), kv, batch)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="needs the aot extra: jax-cuda13-plugin, ptxas",
-)
+def assert_slots_stay(hlo, ranks, rows, width):
+    """Asserts that nothing but a kernel makes the all-reduce's slots again after their zeros.
+
+    A copy of them, or a fusion that holds a kernel and them, would leave the peers storing into the old ones.
+    """
+    dims = f"s32[2,{ranks},{rows},{width}]"
+    made = [line for line in hlo.splitlines() if dims in line.partition("=")[2].partition("(%")[0]]
+    makers = [re.search(r"[)}] ([\w-]+)\(", line) for line in made]
+    ops = collections.Counter(maker.group(1) for maker in makers if maker)
+    assert ops["custom-call"] > 1
+    assert not set(ops) - {
+        "parameter",
+        "get-tuple-element",
+        "custom-call",
+        "while",
+        "tuple",
+        "broadcast",
+        "fusion",
+    }
+    assert ops["fusion"] <= 1  # the zeros
+    assert not any("kind=kCustom" in line for line in made)
+
+
+@needs_cuda
 @pytest.mark.parametrize(
-    ("name", "layout", "cache", "implementation", "most_temporaries"), CASES.values(), ids=list(CASES)
+    ("name", "layout", "cache", "implementation", "reduction", "most_temporaries"),
+    CASES.values(),
+    ids=list(CASES),
 )
 def test_full_size_decode_arguments_equal_planner(
-    name, layout, cache, implementation, most_temporaries, capsys
+    name, layout, cache, implementation, reduction, most_temporaries, capsys
 ):
     weights, steps = "int4_group", 1
     mesh = harness._h200_mesh(8)
@@ -65,7 +103,9 @@ def test_full_size_decode_arguments_equal_planner(
     pages = tokens // PAGE_SIZE + 1
     config, specs, args = arguments(name, weights, layout, ROWS, steps, pages, mesh)
     with jax.set_mesh(mesh):
-        step = sharded.sharded_forward(config, specs, mesh, implementation=implementation)
+        step = sharded.sharded_forward(
+            config, specs, mesh, implementation=implementation, reduction=reduction
+        )
         compiled = step.trace(*args).lower(lowering_platforms=("cuda",)).compile()
     memory = compiled.memory_analysis()
     weight_bytes = planner.device_rank_bytes(config, weights, mtp=False).total
@@ -77,13 +117,44 @@ def test_full_size_decode_arguments_equal_planner(
     assert memory.alias_size_in_bytes == pool
     assert memory.output_size_in_bytes - pool == pytest.approx(4 * ROWS * config.vocab_size, abs=4096)
     assert memory.temp_size_in_bytes < most_temporaries
-    reduces = compiled.as_text().count(" all-reduce(") + compiled.as_text().count(" all-reduce-start(")
+    hlo = compiled.as_text()
+    reduces = hlo.count(" all-reduce(") + hlo.count(" all-reduce-start(")
     bodies = sum(len(loop.body) for loop in decoder.schedule(config))
-    assert reduces == 1 + 2 * bodies
+    assert reduces == 1 + (2 * bodies if reduction == "nccl" else 0)
+    if reduction == "mosaic_norm":
+        assert_slots_stay(hlo, 8, ROWS, 2 * config.hidden_size)
     with capsys.disabled():
         sizes = {"weights": weight_bytes, "pool": pool, "temporaries": memory.temp_size_in_bytes}
         gib = {key: round(value / 2**30, 2) for key, value in sizes.items()}
-        print(f"\n{name} {implementation}: {json.dumps(gib)} GiB a rank")
+        print(f"\n{name} {implementation} {reduction}: {json.dumps(gib)} GiB a rank")
+
+
+@needs_cuda
+@pytest.mark.parametrize("reduction", ["nccl", "mosaic", "mosaic_norm"])
+def test_mid_size_step_compiles_for_eight(reduction):
+    ranks, rows, columns = 8, 16, 40
+    settings = multi_gpu.get_config()["step"].to_dict()
+    model, mesh = common.midsize(settings), harness._h200_mesh(ranks)
+    specs = params.param_specs(model, "int4_group")
+    whole = NamedSharding(mesh, PartitionSpec())
+    state = jax.eval_shape(lambda: midsize.filled(model, rows, settings["context"], columns))
+    state, run_B = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+        (state, jax.ShapeDtypeStruct((rows,), bool)),
+    )
+    plan = engine_step.StepConfig(
+        model=model, rows=rows, columns=columns, axis=AXIS, implementation="mosaic", reduction=reduction
+    )
+    decode = engine_step.compile_step("decode", plan, mesh, sharded.partition_specs(specs, ranks))
+    with jax.set_mesh(mesh):
+        lowered = decode.lower(sharded.abstract_params(specs, mesh), state, run_B)
+        names = {names for _, by, names in settings["variants"] if by == reduction}
+        for options in map(common.options, sorted(names)):
+            compiled = lowered.compile(compiler_options=options)
+            if reduction == "mosaic_norm":
+                assert_slots_stay(compiled.as_text(), ranks, rows, 2 * model.hidden_size)
+            pool = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.kv))
+            assert compiled.memory_analysis().alias_size_in_bytes >= pool  # updated in place
 
 
 def test_cuda12_extra_resolves_and_the_step_lowers():
