@@ -28,7 +28,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 
 # A rank slice has no collectives: each costs this much instead, an XLA and NCCL all-reduce of 14 to 448 KiB
-# between H200s over NVLink inside one program. A step has two per layer, embedding, logits and status.
+# between two H200s over NVLink inside one program, until eight have been measured (``_all_reduce``). A step
+# has two per layer, embedding, logits and status.
 ALL_REDUCE_US = 22.0
 MODELS = {"kimi": "kimi_k2.6", "glm": "glm_5.2"}
 
@@ -111,10 +112,11 @@ def _layers(found: dict[str, Found]) -> dict[str, Found]:
             if not match or layer.how != "rank slice on one H200":
                 continue
             cache, rows = match[1], int(match[2])
-            step_us = layers * layer.value + (2 * layers + 3) * ALL_REDUCE_US
+            each_us, whence = _all_reduce(found, rows * models.get_config(model).hidden_size)
+            step_us = layers * layer.value + (2 * layers + 3) * each_us
             note = (
-                f"{layers} x the layer's time + {2 * layers + 3} all-reduces of "
-                f"{ALL_REDUCE_US:g} us; context 2,048; embedding, head, sampling and indexer left out"
+                f"{layers} x the layer's time + {2 * layers + 3} all-reduces of {each_us:.3g} us{whence}; "
+                "context 2,048; embedding, head, sampling and indexer left out"
             )
             arm = cache if short == "kimi" else "w_int4"
             if short == "kimi" or cache == "fp8":  # GLM's INT4 rows ran on an 8-bit cache
@@ -126,6 +128,22 @@ def _layers(found: dict[str, Found]) -> dict[str, Found]:
                 note = "rates of one layer on one rank, no collectives, context 2,048"
                 derived[ratio] = Found(other.value / layer.value, layer.how, layer.record, note)
     return derived
+
+
+def _all_reduce(found: dict[str, Found], elements: int) -> tuple[float, str]:
+    """Returns what an all-reduce of f32 ``elements`` over eight ranks costs, in us, and where that is from.
+
+    A figure of fewer GPUs is not taken: with eight, a rank waits for seven others.
+    """
+    sizes = {
+        int(match[1]): item
+        for name, item in found.items()
+        if (match := re.fullmatch(r"allreduce\.n8\.(\d+)\.nccl\.us", name))
+    }
+    if not sizes:
+        return ALL_REDUCE_US, ""
+    kib = min(sizes, key=lambda size: abs(size - 4 * elements / 1024))
+    return sizes[kib].value, f" ({kib} KiB over NCCL, as measured on eight)"
 
 
 def _false_positives(found: dict[str, Found]) -> dict[str, Found]:

@@ -110,7 +110,25 @@ def several_gpus(metrics: Metrics) -> str:
         by: dict[tuple[str, ...], float]
         by = {(way, ranks[1:], kib): value for (ranks, kib, way), value in calls.items()}
         table = _pivot(("GPUs", "KiB"), by, sorted({key[0] for key in by}))
-        parts.append(f"All-reduce inside one program, us:\n\n{table}")
-    facts = _named(metrics, r"(tp\d+\.\w+\.tokens_equal|rank_agreement\.same_step|handover\.us_per_token)")
+        parts.append(f"All-reduce inside one program, us on the GPUs' clocks:\n\n{table}")
+    walls = _named(metrics, r"allreduce\.(n\d+)\.(\d+)\.(\w+)\.wall_us")
+    if walls:
+        by = {(way, ranks[1:], kib): value for (ranks, kib, way), value in walls.items()}
+        table = _pivot(("GPUs", "KiB"), by, sorted({key[0] for key in by}))
+        parts.append(f"The same, us on the host's clock:\n\n{table}")
+    steps = _named(metrics, r"step\.n(\d+)\.rows(\d+)\.(\w+)\.(us|busy_us|launches)")
+    steps = {key: value for key, value in steps.items() if key[2] != "status_reduction"}
+    if steps:
+        by = {(key[3], *key[:3]): value for key, value in steps.items()}
+        table = _pivot(("GPUs", "rows", "variant"), by, ("us", "busy_us", "launches"), digits=0)
+        parts.append(
+            "Decode step of four layers of Kimi's widths: wall time, time of its kernels alone, and how many:"
+            f"\n\n{table}"
+        )
+    facts = _named(
+        metrics,
+        r"(tp\d+\.\w+\.tokens_equal|rank_agreement\.same_step|handover\.us_per_token"
+        r"|step\.n\d+\.rows\d+\.status_reduction\.us)",
+    )
     parts += [f"`{name}` {tables.number(value)}." for (name,), value in facts.items()]
     return "\n\n".join(parts)

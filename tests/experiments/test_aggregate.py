@@ -64,6 +64,24 @@ def test_measured_of_the_layer_benchmark_gives_rates_and_format_ratios(results):
     assert "125 all-reduces of 22 us" in row["why"]
 
 
+def test_measured_of_the_layer_benchmark_takes_the_all_reduce_of_eight_gpus_not_of_two(results):
+    results("kernel_bench", {"layer.kimi.fp8.b8.us": 100.0}, devices=GPU)
+    two, eight = ([{"platform": "gpu", "kind": "NVIDIA H200", "count": count}] for count in (2, 8))
+    results("multi_gpu", {"allreduce.n2.224.nccl.us": 5.0}, "two", devices=two)
+    rate = aggregate.measured(results.root)["decode.kimi_k2.6.fp8.c8.tok_s"].value
+    assert rate == pytest.approx(8 / 8.85e-3)
+    # 8 rows of 7,168 f32 are 224 KiB.
+    metrics = {
+        "allreduce.n8.14.nccl.us": 11.0,
+        "allreduce.n8.224.nccl.us": 12.0,
+        "allreduce.n8.896.nccl.us": 9.0,
+    }
+    results("multi_gpu", metrics, "eight", devices=eight)
+    found = aggregate.measured(results.root)["decode.kimi_k2.6.fp8.c8.tok_s"]
+    assert found.value == pytest.approx(8 / (61 * 100e-6 + 125 * 12e-6))
+    assert "125 all-reduces of 12 us (224 KiB over NCCL, as measured on eight)" in found.note
+
+
 def test_measured_of_a_layer_on_cpu_gives_no_rate(results):
     results("kernel_bench", {"layer.kimi.fp8.b8.us": 1e5, "layer.kimi.bf16.b8.us": 1e5})
     assert set(aggregate.measured(results.root)) == {"layer.kimi.fp8.b8.us", "layer.kimi.bf16.b8.us"}
@@ -179,8 +197,17 @@ def test_several_gpus_table_has_a_column_a_way_and_the_facts():
         "allreduce.n2.896.nccl.us": 29,
     }
     metrics |= {"tp2.kimi_tiny_tp8.tokens_equal": 1, "allreduce.n2.14.nccl.spread_us": 1}
+    metrics |= {"allreduce.n2.14.nccl.wall_us": 23, "step.n2.rows16.mosaic_nccl_blas.us": 1500}
+    metrics |= {
+        "step.n2.rows16.mosaic_nccl_blas.busy_us": 900,
+        "step.n2.rows16.mosaic_nccl_blas.launches": 181.4,
+    }
+    metrics |= {"step.n2.rows16.status_reduction.us": 15}
     text = result_tables.several_gpus(metrics)
     assert "| GPUs | KiB | mosaic | nccl |" in text
     assert "| 2 | 14 | 5.2 | 22.1 |" in text
+    assert "| 2 | 14 | 23.0 |" in text
+    assert "| 2 | 16 | mosaic_nccl_blas | 1,500 | 900 | 181 |" in text
+    assert "`step.n2.rows16.status_reduction.us` 15." in text
     assert "| 2 | 896 | – | 29.0 |" in text
     assert "`tp2.kimi_tiny_tp8.tokens_equal` 1." in text
