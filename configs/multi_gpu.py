@@ -1,28 +1,35 @@
 """Several GPUs: tensor parallelism, the one-shot all-reduce, the hand-over, rank agreement.
 
     python -m experiments.multi_gpu --config=configs/multi_gpu.py --workdir=DIR
+    python -m experiments.multi_gpu --config=configs/multi_gpu.py:eight --workdir=DIR
     JAX_PLATFORMS=cpu python -m experiments.multi_gpu --config=configs/multi_gpu.py:quick --workdir=DIR
 
 The first takes 2 H200s and 3 minutes. ``config.ranks`` is the number of GPUs; nothing else changes with it.
-On a CPU (``quick``, 2 minutes) the same code runs on fake devices and the timings are absent.
+The second takes 8 H200s, and decodes both models at full size besides. It was not run: no such machine was at
+hand; ``tests/sharding/test_full_size.py`` compiles its step programs for 8 H200s. On a CPU (``quick``, 2
+minutes) the same code runs on fake devices and the timings are absent.
 """
 
 from ml_collections import ConfigDict
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """Sizes for H200s (""), or tiny ones for any machine ("quick")."""
-    if arg not in ("", "quick"):
-        raise ValueError(f"config argument {arg!r}: one of '', 'quick'")
-    quick = arg == "quick"
+    """Sizes for two H200s (""), for eight ("eight"), or tiny ones for any machine ("quick")."""
+    if arg not in ("", "eight", "quick"):
+        raise ValueError(f"config argument {arg!r}: one of '', 'eight', 'quick'")
+    quick, eight = arg == "quick", arg == "eight"
+    full = {"layers": 0, "experts": 0, "context": 2048, "steps": 40, "repeats": 5}
     return ConfigDict(
         {
-            "ranks": 2,
-            "parts": ("mosaic", "nccl", "tiny", "handover", "step"),
-            "alone": ("step",),
+            "ranks": 8 if eight else 2,
+            "parts": (
+                *("mosaic", "nccl", "tiny", "handover", "step"),
+                *(("full_kimi", "full_glm") if eight else ()),
+            ),
+            "alone": ("step", "full_kimi", "full_glm"),
             "at_once": 1 if quick else 6,
-            "limit_s": 600 if quick else 75,  # of each part; a part that hangs is killed
-            "total_s": 900 if quick else 145,
+            "limit_s": 75 if arg == "" else 600,  # of each part; a part that hangs is killed
+            "total_s": 145 if arg == "" else 1800,
             "seed": 12,
             "allreduce": {
                 "width": 1024 if quick else 7168,
@@ -39,6 +46,7 @@ def get_config(arg: str = "") -> ConfigDict:
                 "layers": 2 if quick else 4,
                 "experts": 12 if quick else 32,
                 "rows": (2,) if quick else (1, 16),
+                "cache": "fp8_576",
                 # Implementation, reduction, compiler options.
                 "variants": (("xla", "nccl", ""),)
                 if quick
@@ -53,6 +61,22 @@ def get_config(arg: str = "") -> ConfigDict:
                 "context": 20 if quick else 2048,
                 "steps": 3 if quick else 40,
                 "repeats": 2 if quick else 7,
+            },
+            # Of full size, INT4 experts and an FP8 cache: the rates that claims are compared with.
+            "full_kimi": {
+                "model": "kimi_k2.6",
+                "cache": "fp8_576",
+                "rows": (1, 8, 16, 32, 64),
+                "variants": (("mosaic", "nccl", "blas"), ("mosaic", "mosaic_norm", "blas")),
+                **full,
+            },
+            "full_glm": {
+                "model": "glm_5.2",
+                "cache": "fp8_656",
+                "rows": (1, 8, 16, 32, 64),
+                # Sparse attention has no kernel.
+                "variants": (("mosaic_experts", "nccl", "blas"), ("mosaic_experts", "mosaic_norm", "blas")),
+                **full,
             },
             "handover": {
                 "model": "kimi_tiny_tp8" if quick else "kimi_k2.6",

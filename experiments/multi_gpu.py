@@ -48,6 +48,9 @@ def main(config: ConfigDict, recorder: record.Recorder) -> None:
         if why:
             recorder.absent(part, why)
         print(f"{part}: {why or 'ok'}, {len(found['metrics'])} metrics, {wall_s:.1f} s", flush=True)
+    for part in ("full_kimi", "full_glm"):
+        if part not in config.parts:
+            recorder.absent(part, "not asked for: 8 GPUs with --config=configs/multi_gpu.py:eight decode it")
     for name, value in recorder.metrics.items():
         print(f"{name} {value:.6g}")
     import jax  # only now: a parent that holds the devices' memory would leave the parts none

@@ -17,6 +17,8 @@ PARTS: dict[str, Callable[[Mapping[str, Any], common.Findings], None]] = {
     "mosaic": lambda config, out: reduce.allreduce(config, out, ("mosaic", "mosaic_exchange", "mosaic_norm")),
     "tiny": tiny.tiny,
     "step": midsize.mid_step,
+    "full_kimi": lambda config, out: midsize.mid_step(config, out, "full_kimi"),
+    "full_glm": lambda config, out: midsize.mid_step(config, out, "full_glm"),
     "handover": handover.handover,
 }
 

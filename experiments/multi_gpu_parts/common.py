@@ -193,18 +193,23 @@ def mapped(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any = WHOLE
 
 
 def midsize(c: Mapping[str, Any]) -> ModelConfig:
-    """The model with its real widths, and few layers and experts."""
-    base = get_config(c["model"])
-    return dataclasses.replace(
-        base, num_layers=c["layers"], num_dense_layers=1, num_experts=c["experts"], vision=None
-    )
+    """The model with its real widths, and few layers and experts; all of them where ``c["layers"]`` is 0."""
+    base = dataclasses.replace(get_config(c["model"]), vision=None)
+    if not c["layers"]:
+        return base
+    return dataclasses.replace(base, num_layers=c["layers"], num_dense_layers=1, num_experts=c["experts"])
 
 
-def fill_params(config: ModelConfig, mesh: Mesh | None, seed: int, out: Findings) -> Any:
+def int4_specs(model: ModelConfig) -> model_params.Specs:
+    """Parameters with INT4 experts, without the MTP layer."""
+    specs = model_params.param_specs(model, "int4_group")
+    specs.pop("mtp", None)
+    return specs
+
+
+def fill_params(specs: model_params.Specs, mesh: Mesh | None, seed: int, out: Findings) -> Any:
     """INT4 parameters of plausible size, made on the devices from a hash of each position."""
-    flat, tree = jax.tree.flatten(
-        sharded.abstract_params(model_params.param_specs(config, "int4_group"), mesh)
-    )
+    flat, tree = jax.tree.flatten(sharded.abstract_params(specs, mesh))
 
     def one(i: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         position = lax.iota(jnp.uint32, int(np.prod(leaf.shape))).reshape(leaf.shape)

@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.multi_gpu_parts.common import ON_CPU, Findings, fill_params, midsize, on_gpu, seconds
+from experiments.multi_gpu_parts.common import (
+    ON_CPU,
+    Findings,
+    fill_params,
+    int4_specs,
+    midsize,
+    on_gpu,
+    seconds,
+)
 from kvmem.cache import pages, store, transfer
 from kvmem.models import decoder
 from kvmem.models.config import ModelConfig
@@ -133,7 +141,7 @@ def _prefill(
     out: Findings,
 ) -> Callable[[], tuple[jax.Array, store.KVStore]]:
     """A function that prefills a random prompt in chunks on the first device: what a hand-over adds to."""
-    weights = fill_params(model, None, seed, out)
+    weights = fill_params(int4_specs(model), None, seed, out)
     chunks = -(-c["tokens"] // c["chunk"])
     prompt = np.random.default_rng(seed).integers(0, model.vocab_size, chunks * c["chunk"]).astype(np.int32)
     batches = []

@@ -19,6 +19,7 @@ from experiments.multi_gpu_parts.common import (
     Findings,
     compile_all,
     fill_params,
+    int4_specs,
     mapped,
     midsize,
     on_gpu,
@@ -31,7 +32,6 @@ from kvmem.cache.integrity import IntegrityReport
 from kvmem.engine import step
 from kvmem.engine.step import PoolState, StepConfig
 from kvmem.models import decoder, sharded
-from kvmem.models import params as model_params
 from kvmem.models.config import ModelConfig
 from kvmem.sharding.mesh import AXIS, make_mesh
 
@@ -56,19 +56,20 @@ def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, int, int]]:
                     yield from collectives(sub, inner)
 
 
-def mid_step(config: Mapping[str, Any], out: Findings) -> None:
+def mid_step(config: Mapping[str, Any], out: Findings, part: str = "step") -> None:
     """The engine's decode step on n ranks: time, collectives by scope and size, and the status reduction.
 
-    ``config.step.variants`` are triples of implementation, reduction and compiler options.
+    ``config[part].variants`` are triples of implementation, reduction and compiler options. Of a model with
+    all its layers and experts on 8 GPUs the fastest variant is also reported as the rate that claims ask for.
     """
-    c, ranks = config["step"], config["ranks"]
+    c, ranks = config[part], config["ranks"]
     model, mesh = midsize(c), make_mesh(ranks)
-    specs = model_params.param_specs(model, "int4_group")
+    specs = int4_specs(model)
     entries = sharded.partition_specs(specs, ranks)
     whole = NamedSharding(mesh, WHOLE)
-    columns = -(-(c["context"] + (c["repeats"] + 2) * c["steps"]) // PAGE_SIZE)
-    states = {rows: jax.device_put(filled(model, rows, c["context"], columns), whole) for rows in c["rows"]}
-    weights = fill_params(model, mesh, config["seed"], out)
+    columns = columns_of(c)
+    states = {rows: jax.device_put(filled(model, c, rows), whole) for rows in c["rows"]}
+    weights = fill_params(specs, mesh, config["seed"], out)
     jobs: dict[Any, Any] = {}
     settings: dict[Any, dict[str, Any]] = {}
     for implementation, reduction, names in c["variants"]:
@@ -87,10 +88,10 @@ def mid_step(config: Mapping[str, Any], out: Findings) -> None:
             settings[key] = options(names)
     first, variant = next(iter(jobs))
     decode, args = jobs[first, variant]
-    _count(out, f"step.n{ranks}.rows{first}", decode.trace(*args).jaxpr)
-    tokens = {}
+    _count(out, f"{part}.n{ranks}.rows{first}", decode.trace(*args).jaxpr)
+    tokens, took_s = {}, {}
     for (rows, variant), program in compile_all(jobs, settings).items():
-        label = f"step.n{ranks}.rows{rows}.{variant}"
+        label = f"{part}.n{ranks}.rows{rows}.{variant}"
         if isinstance(program, Exception):
             out.missing(f"{label}.us", f"{type(program).__name__}: {program}".splitlines()[0][:300])
             continue
@@ -113,6 +114,7 @@ def mid_step(config: Mapping[str, Any], out: Findings) -> None:
         try:
             with out.turn():
                 median_s, spread_s = seconds(steps, c["repeats"])
+                took_s[rows, variant] = median_s / c["steps"]
                 last = np.asarray(seen[-1])
                 tokens[rows, variant] = [np.asarray(outcome)[TOKEN] for outcome in seen]
                 out.metric(f"{label}.alive", int(last[RAN].sum()))
@@ -124,15 +126,19 @@ def mid_step(config: Mapping[str, Any], out: Findings) -> None:
                     out.missing(f"{label}.us", ON_CPU)
         except Exception as error:  # one variant of many
             out.missing(f"{label}.us", f"{type(error).__name__}: {error}".splitlines()[0][:300])
+    for rows in c["rows"] if on_gpu() and ranks == 8 and not c["layers"] else ():
+        arm = "fp8" if model.family == "kimi" else "w_int4"
+        fastest_s = min(value for (of, _), value in took_s.items() if of == rows)
+        out.metric(f"decode.{c['model']}.{arm}.c{rows}.tok_s", rows / fastest_s)
     for (rows, variant), found in tokens.items():
         other = variant.replace("mosaic_mosaic_norm", "mosaic_nccl").replace("mosaic_mosaic", "mosaic_nccl")
         if other != variant and (rows, other) in tokens:
             pairs = zip(tokens[rows, other], found, strict=True)
             same = np.mean([np.mean(one == nccl) for nccl, one in pairs])
-            out.metric(f"step.n{ranks}.rows{rows}.{variant}.tokens_as_nccl", float(same))
+            out.metric(f"{part}.n{ranks}.rows{rows}.{variant}.tokens_as_nccl", float(same))
     for rows in c["rows"] if on_gpu() else ():
         with out.turn():
-            time_agreement(out, f"step.n{ranks}.rows{rows}.status_reduction", mesh, rows, c["repeats"])
+            time_agreement(out, f"{part}.n{ranks}.rows{rows}.status_reduction", mesh, rows, c["repeats"])
 
 
 def _profile(out: Findings, label: str, steps: Callable[[], Any]) -> None:
@@ -144,12 +150,18 @@ def _profile(out: Findings, label: str, steps: Callable[[], Any]) -> None:
     out.note(f"{label}.kernels", dict(list(seen.kernels.items())[:KERNELS]))
 
 
-def filled(model: ModelConfig, rows: int, context: int, columns: int) -> PoolState:
-    """An FP8 decode pool whose rows hold ``context`` tokens of zeros each, and may run."""
+def columns_of(c: Mapping[str, Any]) -> int:
+    """Pages of a row: for its context and every step that is run."""
+    return -(-(c["context"] + (c["repeats"] + 2) * c["steps"]) // PAGE_SIZE)
+
+
+def filled(model: ModelConfig, c: Mapping[str, Any], rows: int) -> PoolState:
+    """An FP8 decode pool whose rows hold ``c["context"]`` tokens of zeros each, and may run."""
+    columns, context = columns_of(c), c["context"]
     empty = step.init(
         decoder.cache_shape(model),
-        cache="fp8_576",
-        index=None,
+        cache=c["cache"],
+        index="index_132" if model.indexer else None,
         scale=0.05,
         num_pages=rows * columns + 1,
         num_rows=rows,

@@ -168,5 +168,5 @@ def test_main_part_past_its_limit_is_killed_and_recorded_absent(tmp_path):
 
 
 def test_get_config_unknown_argument_raises():
-    with pytest.raises(ValueError, match=r"config argument 'big': one of '', 'quick'"):
+    with pytest.raises(ValueError, match=r"config argument 'big': one of '', 'eight', 'quick'"):
         multi_gpu.get_config("big")

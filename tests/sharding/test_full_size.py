@@ -129,32 +129,50 @@ def test_full_size_decode_arguments_equal_planner(
         print(f"\n{name} {implementation} {reduction}: {json.dumps(gib)} GiB a rank")
 
 
+def _steps_of_eight():
+    """(part, implementation, reduction, options) of every step program that eight GPUs would run."""
+    config = multi_gpu.get_config("eight")
+    return [
+        (part, *variant) for part in ("step", "full_kimi", "full_glm") for variant in config[part].variants
+    ]
+
+
 @needs_cuda
-@pytest.mark.parametrize("reduction", ["nccl", "mosaic", "mosaic_norm"])
-def test_mid_size_step_compiles_for_eight(reduction):
-    ranks, rows, columns = 8, 16, 40
-    settings = multi_gpu.get_config()["step"].to_dict()
+@pytest.mark.parametrize(
+    ("part", "implementation", "reduction", "options"),
+    _steps_of_eight(),
+    ids=["-".join(filter(None, case)) for case in _steps_of_eight()],
+)
+def test_engine_step_compiles_for_eight(part, implementation, reduction, options):
+    config = multi_gpu.get_config("eight").to_dict()
+    settings, ranks = config[part], config["ranks"]
+    rows = settings["rows"][-1]
     model, mesh = common.midsize(settings), harness._h200_mesh(ranks)
-    specs = params.param_specs(model, "int4_group")
+    specs = common.int4_specs(model)
     whole = NamedSharding(mesh, PartitionSpec())
-    state = jax.eval_shape(lambda: midsize.filled(model, rows, settings["context"], columns))
+    state = jax.eval_shape(lambda: midsize.filled(model, settings, rows))
     state, run_B = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
         (state, jax.ShapeDtypeStruct((rows,), bool)),
     )
     plan = engine_step.StepConfig(
-        model=model, rows=rows, columns=columns, axis=AXIS, implementation="mosaic", reduction=reduction
+        model=model,
+        rows=rows,
+        columns=midsize.columns_of(settings),
+        axis=AXIS,
+        implementation=implementation,
+        reduction=reduction,
     )
     decode = engine_step.compile_step("decode", plan, mesh, sharded.partition_specs(specs, ranks))
     with jax.set_mesh(mesh):
         lowered = decode.lower(sharded.abstract_params(specs, mesh), state, run_B)
-        names = {names for _, by, names in settings["variants"] if by == reduction}
-        for options in map(common.options, sorted(names)):
-            compiled = lowered.compile(compiler_options=options)
-            if reduction == "mosaic_norm":
-                assert_slots_stay(compiled.as_text(), ranks, rows, 2 * model.hidden_size)
-            pool = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.kv))
-            assert compiled.memory_analysis().alias_size_in_bytes >= pool  # updated in place
+        compiled = lowered.compile(compiler_options=common.options(options))
+    memory = compiled.memory_analysis()
+    pool = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.kv))
+    assert memory.alias_size_in_bytes >= pool  # updated in place
+    assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < 130e9  # of a GPU's 150
+    if reduction == "mosaic_norm":
+        assert_slots_stay(compiled.as_text(), ranks, rows, 2 * model.hidden_size)
 
 
 def test_cuda12_extra_resolves_and_the_step_lowers():
