@@ -125,8 +125,9 @@ class Engine:
         self._strike()
         self._arrivals(events)
         plan = self.scheduler.plan(self.now())
-        planned = time.perf_counter()
+        planned, launching = time.perf_counter(), time.thread_time()
         launched = self._carry_out(plan, events)
+        self.seconds["host_launch"] += time.thread_time() - launching
         self.seconds["plan"] += planned - begun
         self.seconds["launch"] += time.perf_counter() - planned
         if self.config.overlap:
@@ -232,9 +233,10 @@ class Engine:
             "accounting_drift": self.counters["drift"],
             "steps": self.counters["steps"],
             "host_ms_per_step": 1e3 * self.seconds["host"] / steps,
+            "host_launch_ms_per_step": 1e3 * self.seconds["host_launch"] / steps,
             "step_ms.total": 1e3 * self.seconds["total"] / steps,
         }
-        parts = {k: v for k, v in self.seconds.items() if k not in ("host", "total")}
+        parts = {k: v for k, v in self.seconds.items() if k not in ("host", "host_launch", "total")}
         out |= {f"step_ms.{name}": 1e3 * seconds / steps for name, seconds in parts.items()}
         out |= {f"aborts.{c.name.lower()}": self.counters[f"abort.{c.name}"] for c in Cause if c}
         out |= {

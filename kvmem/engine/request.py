@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kvmem.engine.errors import RequestError
 
@@ -158,8 +158,7 @@ class RequestResult:
         return self.finish_reason in SUCCESS
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Something that a step did for one request: a published token, or its end."""
 
     kind: Literal["token", "finished"]

@@ -208,7 +208,7 @@ class Cluster:
             if event.result is not None:
                 self._where.pop(event.request_id, None)
                 result = dataclasses.replace(event.result, replica=index)
-                events[at] = dataclasses.replace(event, result=result)
+                events[at] = event._replace(result=result)
         return events
 
     def now(self) -> Real:

@@ -19,6 +19,7 @@ import collections
 import dataclasses
 import enum
 import heapq
+import operator
 from collections.abc import Callable
 
 from kvmem.engine.errors import PromptTooLong, QueueFull, RequestError
@@ -135,6 +136,7 @@ class ExpectedLength:
         return max(1, min(left, round(self.share * sequence.request.max_new_tokens) - sequence.launched))
 
 
+_ORDER = operator.attrgetter("order")
 Take = Callable[[Sequence], int | None]
 
 
@@ -226,7 +228,7 @@ class Scheduler:
 
     def rows(self, phase: Phase) -> list[Sequence]:
         """Sequences in a phase, in arrival order."""
-        return sorted((s for s in self.live.values() if s.phase is phase), key=lambda s: s.order)
+        return sorted((s for s in self.live.values() if s.phase is phase), key=_ORDER)
 
     # One step
 
@@ -238,8 +240,10 @@ class Scheduler:
         self._enter_decode(plan, launch)
         self._admit(plan, now)
         self._prefill_chunks(plan, decoding=bool(launch))
+        self._decode_pages_used += sum(map(self._needs_page, launch))
         for sequence in launch:
-            self._book_decode(sequence)
+            sequence.length += 1
+            sequence.launched += 1
         plan.decode = launch
         return plan
 
@@ -262,7 +266,7 @@ class Scheduler:
     def _decode_rows(self, plan: Plan) -> list[Sequence]:
         """Rows that decode now, oldest first; retracts the youngest while their next tokens do not fit."""
         running = (s for s in self._decode.values() if s.phase is Phase.DECODE and not s.exhausted)
-        launch = sorted(running, key=lambda s: s.order)
+        launch = sorted(running, key=_ORDER)
         needed = sum(map(self._needs_page, launch))
         while needed > self.decode_free and len(launch) > 1:
             victim = launch.pop()
@@ -284,7 +288,7 @@ class Scheduler:
             return
         arriving = [s for s in self._decode.values() if s.phase is Phase.MOVING]
         growth = sum(self._growth(s) for s in (*launch, *arriving))
-        self.retracted.sort(key=lambda s: s.order)
+        self.retracted.sort(key=_ORDER)
         while self.retracted and self.retracted[0] not in plan.retract:
             sequence = self.retracted[0]
             if not self._fits_decode(sequence, sequence.length, growth, empty=not self._decode):
@@ -333,11 +337,6 @@ class Scheduler:
     def _leave_prefill(self, sequence: Sequence) -> None:
         del self._prefill[sequence.prefill_row]
         heapq.heappush(self._free_prefill_rows, sequence.prefill_row)
-
-    def _book_decode(self, sequence: Sequence) -> None:
-        self._decode_pages_used += self._needs_page(sequence)
-        sequence.length += 1
-        sequence.launched += 1
 
     def _is_long(self, sequence: Sequence) -> bool:
         return sequence.prompt_length > 8 * self.config.prefill_chunk
