@@ -3,7 +3,7 @@
 Each part runs in a process of its own under a time limit, so that a part that fails or hangs (a collective
 whose peer died waits for ever) costs its own numbers only: they are recorded as absent, with the reason.
 Parts compile at the same time and take turns on the devices; those in ``config.alone`` run after them, one by
-one, so that XLA may tune matrix products on idle devices. They are in ``experiments.multi_gpu_parts``.
+one. They are in ``experiments.multi_gpu_parts``.
 """
 
 from __future__ import annotations
