@@ -28,6 +28,8 @@ def get_config(arg: str = "") -> ConfigDict:
     # Trace files are read from here where present, else the generator makes a trace of the same statistics.
     config.data = "../shared/data"
     config.integrity = "tags"
+    # Whether the served formats passed the quality equivalence test: without it no token counts as useful.
+    config.quality_equal = False
     config.engine = ConfigDict(
         {
             "max_rows": 16,

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from kvmem.cache import integrity
 from kvmem.cache.integrity import IntegrityReport, Kind
 from kvmem.engine import fingerprint, metrics, rows, step, workload
-from kvmem.engine.errors import FingerprintMismatch, RequestError, TransferFailed
+from kvmem.engine.errors import FingerprintMismatch, RequestError, StepInterrupted, TransferFailed
 from kvmem.engine.fingerprint import PoolFingerprint
 from kvmem.engine.metrics import Incident
 from kvmem.engine.pools import POOLS, CompileCounter, DevicePools, Fault, Pool
@@ -99,6 +99,7 @@ class Engine:
         self._end_ids = frozenset(model.eos_ids)
         self._flights: list[_Flight] = []
         self._moved: dict[Row, rows.RowBytes] = {}
+        self._interrupted = False
         self._distrust = False  # the host's page counts may be wrong: ask the device before the next launch
         self._releases: dict[Pool, set[int]] = {"prefill": set(), "decode": set()}
         self._faults: dict[str, list[Fault]] = collections.defaultdict(list)
@@ -119,10 +120,17 @@ class Engine:
         return self.scheduler.cancel(request_id)
 
     def step(self) -> list[Event]:
-        """Plans and launches one step, reads the one before, and returns what happened to requests."""
+        """Plans and launches one step, reads the one before, and returns what happened to requests.
+
+        Raises:
+          StepInterrupted: an exception, such as that of a signal, has left an earlier step half done.
+        """
+        if self._interrupted:
+            raise StepInterrupted("a step was interrupted after it was planned; make a new engine to go on")
         begun, busy = time.perf_counter(), time.thread_time()
         events: list[Event] = []
         self._strike()
+        self._interrupted = True
         self._arrivals(events)
         plan = self.scheduler.plan(self.now())
         planned, launching = time.perf_counter(), time.thread_time()
@@ -141,6 +149,7 @@ class Engine:
         self._flush_releases()
         if self._distrust:
             self._resync()
+        self._interrupted = False
         self.counters["steps"] += 1
         self.seconds["total"] += time.perf_counter() - begun
         self.seconds["host"] += time.thread_time() - busy

@@ -42,5 +42,12 @@ class TransferFailed(EngineError):
     """The move of a prefilled request into the decode pool did not complete."""
 
 
+class StepInterrupted(EngineError):
+    """An earlier step was left by an exception after it was planned: what is planned may not have run.
+
+    Results so far stand; the engine serves no further step.
+    """
+
+
 class NonFiniteLogits(EngineError):
     """A row's logits hold NaN or +inf; no token can be drawn from them."""

@@ -108,6 +108,10 @@ class Request:
             "request_id must be a non-empty string",
         )
         _rule(len(self.prompt_tokens) > 0, f"{where}: the prompt is empty")
+        _rule(
+            all(isinstance(token, int) for token in self.prompt_tokens),
+            f"{where}: token ids must be integers",
+        )
         low, high = min(self.prompt_tokens), max(self.prompt_tokens)
         _rule(low >= 0 and high < vocab_size, f"{where}: token ids {low}..{high} outside [0, {vocab_size})")
         _rule(

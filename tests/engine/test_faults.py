@@ -9,7 +9,14 @@ import pytest
 
 from kvmem.cache import integrity, pages
 from kvmem.engine import fingerprint, step
-from kvmem.engine.errors import FingerprintMismatch, PromptTooLong, QueueFull, RequestError, TransferFailed
+from kvmem.engine.errors import (
+    FingerprintMismatch,
+    PromptTooLong,
+    QueueFull,
+    RequestError,
+    StepInterrupted,
+    TransferFailed,
+)
 from kvmem.engine.request import EngineConfig, PhaseFormat, Request, SamplingParams, default_formats
 from tests.engine.conftest import F32, FIXED, SMALL, some_requests
 
@@ -202,6 +209,50 @@ def test_signal_in_mid_step_leaves_results_so_far_and_a_state_that_goes_on(make_
     while not engine.idle:
         results |= {e.request_id: e.result for e in engine.step() if e.result is not None}
     assert [results[r.request_id].tokens for r in requests] == [solo(r) for r in requests]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_signal_in_a_half_done_step_keeps_results_and_refuses_further_steps(make_engine, solo, number):
+    engine = make_engine(prefix_cache=False)
+    requests = some_requests(4, seed=19)
+    transfers = []
+
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt(signum)
+
+    def fault(order):
+        transfers.append(order)
+        if len(transfers) == 4:  # planned and booked, not launched
+            signal.raise_signal(number)
+        return order
+
+    engine.inject(fault, "transfer")
+    before = signal.signal(number, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_all(engine, requests)
+    finally:
+        signal.signal(number, before)
+    with pytest.raises(StepInterrupted, match="make a new engine"):
+        engine.step()
+    for result in engine.results:
+        assert result.tokens == solo(next(r for r in requests if r.request_id == result.request_id))
+    for name, sequence in engine.scheduler.live.items():
+        expected = solo(next(r for r in requests if r.request_id == name))
+        assert tuple(sequence.tokens) == expected[: len(sequence.tokens)]
+    for pool in ("prefill", "decode"):  # the interrupted transfer's pins were taken back
+        assert int(engine.state(pool).pages.pins_P.sum()) == 0
+        assert pages.violations(engine.state(pool).pages) == []
+
+
+@pytest.mark.parametrize("tokens", [(1, 2.0), ("1",), (None,)])
+def test_submit_token_ids_that_are_no_integers_are_refused(make_engine, tokens):
+    request = Request("a", (1, 2), 3)
+    object.__setattr__(request, "prompt_tokens", tokens)  # the type checker of tests would stop it earlier
+    engine = make_engine()
+    with pytest.raises(RequestError, match="token ids must be integers"):
+        engine.submit(request)
+    assert engine.idle
 
 
 @pytest.mark.parametrize(
