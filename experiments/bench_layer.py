@@ -25,11 +25,12 @@ from experiments import bench_moe, bench_timing
 from kvmem import record
 from kvmem.models import get_config
 from kvmem.models.config import ModelConfig
-from pallas_kernels import int4_moe, mla_decode, mla_prologue
+from pallas_kernels import int4_moe, mla_decode, mla_prologue, skinny_matmul
 
 LAYERS, DISTINCT, PAGE = 16, 4, 64
 GROUP = 32
 EPSILON = 1e-5
+FEW = 16  # rows up to which skinny_matmul beats XLA's products
 LAYOUTS = {"bf16": "bf16", "fp8": "fp8_flat"}
 NAIVE_US = {("kimi", "fp8", 1): 120.0, ("kimi", "fp8", 8): 169.0}  # a first version of this layer, pipelined
 
@@ -67,6 +68,23 @@ def dense_weights(model: ModelConfig, seed: int) -> list[dict[str, jax.Array]]:
 @functools.lru_cache(maxsize=2)  # both models fit on the GPU; a launcher that alternates would make them anew
 def all_weights(model: ModelConfig, seed: int) -> tuple:
     return bench_moe.weights(model, GROUP, DISTINCT, seed), dense_weights(model, seed + 1)
+
+
+def _project(x, w, *add, norm: bool = False, gated: bool = False, prefetch=()):
+    """``x[:, g, :K] @ w[g].T`` for w [groups * O, K], or SwiGLU of it, plus ``add``: [B, groups * O] as w."""
+    rows, groups, _ = x.shape
+    if rows <= FEW:
+        options = {"epsilon": EPSILON if norm else None, "gated": gated, "out_dtype": w.dtype}
+        return skinny_matmul.skinny_matmul(x, w[None], 0, *add, prefetch=prefetch, **options)
+    x = x[..., : w.shape[1]]
+    if groups > 1:
+        each = w.reshape(groups, -1, w.shape[1])
+        return jnp.einsum("bgk,gok->bgo", x, each).reshape(rows, -1)
+    y = (_normed_matmul if norm else _matmul)(x[:, 0].astype(w.dtype), w)
+    if gated:
+        gate, up = jnp.split(y, 2, axis=1)
+        y = jax.nn.silu(gate) * up
+    return sum(add, y.astype(w.dtype))
 
 
 def _matmul(x, w):
@@ -128,47 +146,53 @@ def place(model: ModelConfig, table, length) -> Places:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers
-def layer_step(model: ModelConfig, layout: str, y, x, values, lost, w, stacks, places: Places):
-    """One layer: the new residual stream, the cache with this step's token written, the experts chosen."""
+def layer_step(model: ModelConfig, layout: str, y, x, values, w, next_w, stacks, places: Places):
+    """One layer: the new residual stream, the cache with this step's token written, the experts chosen.
+
+    With few rows the kernels between the large products leave HBM idle: they prefetch the weights to come.
+    """
     q_rank, rows = model.q_lora_rank, x.shape[0]
+    few = rows <= FEW
     scale = 1.0 if layout == "fp8_flat" else None
     with jax.named_scope("attention"):
-        a = _normed_matmul(x, w["qkv_a"]).astype(jnp.bfloat16)
-        q = _normed_matmul(a[:, :q_rank], w["q_b"]).astype(jnp.bfloat16)
-        query, pool, lost = mla_prologue.mla_prologue(
+        a = _project(x[:, None], w["qkv_a"], norm=True, prefetch=(w["q_b"], w["w_uk"]))
+        q = _project(a[:, None], w["q_b"], norm=True)
+        query, pool, _ = mla_prologue.mla_prologue(
             q.reshape(rows, 1, -1, model.qk_head_dim), a[:, None], w["kv_norm"][None], w["w_uk"][None], 0,
-            mla_decode.Pool(values), y, places.page, places.offset, places.turns, lost,
+            mla_decode.Pool(values), y, places.page, places.offset, places.turns,
             layout=layout, epsilon=EPSILON, scale=scale, first=q_rank,
+            prefetch=(w["w_uv"], w["o"]) if few else (),
         )  # fmt: skip
         out, _ = mla_decode.mla_decode(
             query, pool, y, places.table, places.length, softmax_scale=model.softmax_scale,
             layout=layout, scale=scale, schedule=places.schedule, out_dtype=jnp.bfloat16,
         )  # fmt: skip
-        out = jnp.einsum("bhl,hvl->bhv", out[:, 0], w["w_uv"]).reshape(rows, -1)
-        x = x + _matmul(out, w["o"]).astype(jnp.bfloat16)
+        ahead = (w["router"], w["shared_up"])
+        out = _project(out[:, 0], w["w_uv"].reshape(-1, model.kv_lora_rank), prefetch=ahead)
+        x = _project(out[:, None], w["o"], x)
     with jax.named_scope("experts"):
         normed = _norm(x)
-        logits = _matmul(normed.astype(jnp.float32), w["router"])
+        logits = _project(normed[:, None], w["router"])
         expert, weight = choose(logits, w["bias"], model.experts_per_token, model.routed_scaling_factor)
         w_up, s_up, w_down, s_down = stacks
         routed = int4_moe.int4_moe(
             normed, expert, weight, w_up, s_up, w_down, s_down, y % DISTINCT, group=GROUP
         )
-        gate, up = jnp.split(_matmul(normed, w["shared_up"]), 2, axis=1)
-        shared = _matmul((jax.nn.silu(gate) * up).astype(jnp.bfloat16), w["shared_down"]).astype(jnp.bfloat16)
-        return x + routed + shared, pool.values, lost, expert
+        hidden = _project(normed[:, None], w["shared_up"], gated=True)
+        x = _project(hidden[:, None], w["shared_down"], x, routed, prefetch=(next_w["qkv_a"],))
+        return x, pool.values, expert
 
 
 def step(model: ModelConfig, layout: str, x, values, dense, stacks, table, length):
     """Sixteen layers in one program: the residual stream, the cache, and the experts of each layer."""
     places = place(model, table, length)
-    lost = jnp.zeros((x.shape[0], 2), jnp.int32)
     chosen = []
     for y in range(LAYERS):
-        w = dense[y % DISTINCT]
-        x, values, lost, expert = layer_step(model, layout, jnp.int32(y), x, values, lost, w, stacks, places)
+        # The last layer prefetches what the next run of the program does not begin with.
+        w, next_w = dense[y % DISTINCT], dense[(y + 1) % DISTINCT if y + 1 < LAYERS else 1]
+        x, values, expert = layer_step(model, layout, jnp.int32(y), x, values, w, next_w, stacks, places)
         chosen.append(expert)
-    return x, values, lost, chosen
+    return x, values, chosen
 
 
 def layer_bytes(model: ModelConfig, layout: str, batch: int, context: int, distinct: float) -> float:
@@ -272,7 +296,7 @@ def _measure(cell: Cell, program: Callable, stacks, dense, recorder: record.Reco
     del values  # donated
 
     def once():
-        out, state["values"], _, chosen = program(x, state["values"], dense, stacks, table, length)
+        out, state["values"], chosen = program(x, state["values"], dense, stacks, table, length)
         return out, chosen
 
     out, chosen = once()

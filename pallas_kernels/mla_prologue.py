@@ -7,8 +7,8 @@ token and head: the product of the query with ``w_uk`` (absorption) and its rota
 **Blocks.** One block a token normalises, rotates and stores. One block for each head and 64 latents absorbs:
 latents on wgmma's M side, tokens on N; below eight tokens a product and a sum in registers.
 
-The pool and the counters of lost values are updated in place: they go in as mutable references
-(``jax.new_ref``), which compile to aliased operands. Values are those of ``kvmem``'s ``rmsnorm``, ``rotate``
+The pool is updated in place: it goes in as mutable references (``jax.new_ref``), which compile to aliased
+operands. Values are those of ``kvmem``'s ``rmsnorm``, ``rotate``
 and ``write_latent``, rounded at the same places: an e4m3 value is ``clip(x / scale, +-448)`` rounded to even,
 NaN and infinity are stored as 0, both are counted; a token whose page is the padding page 0, or outside of
 the pool, is neither stored nor counted.
@@ -16,6 +16,7 @@ the pool, is neither stored nor counted.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,7 @@ class _Static:
     first: int  # column of the input at which the latent begins
     pages: int
     epsilon: float
+    weights_layer: int | None  # None: an argument of the kernel
     sim: bool
 
     @property
@@ -101,7 +103,6 @@ class _Block:
     def _token(self, n) -> None:
         """Caches token ``n`` and rotates its queries."""
         static, gmem = self.static, self.gmem
-        lost = [gmem["lost"][n, k] for k in range(2)]  # read before a barrier, written after one
         page, offset = gmem["page"][n], gmem["offset"][n]
         columns = functools.partial(plgpu.load, layout=fragments.COLUMNS, optimized=False)
         lanes = functools.partial(plgpu.load, layout=_LANES, optimized=False)
@@ -123,16 +124,23 @@ class _Block:
         factor = lax.rsqrt(jnp.sum(square) * (1.0 / LATENT) + static.epsilon)
         latent = []
         for g, x in enumerate(raw):
-            weight = lanes(gmem["norm"].at[gmem["at"][1], pl.ds(GROUP * g, GROUP)])
+            weight = lanes(gmem["norm"].at[self._layer(), pl.ds(GROUP * g, GROUP)])
             normal = (x * factor).astype(jnp.bfloat16).astype(jnp.float32)
             latent.append((normal * weight.astype(jnp.float32)).astype(jnp.bfloat16).astype(jnp.float32))
 
-        @pl.when((page > PADDING_PAGE) & (page < static.pages))
+        real = (page > PADDING_PAGE) & (page < static.pages)
+
+        def count(*lost):
+            for k, each in enumerate(lost):
+                gmem["lost"][n, k] = each
+
+        @pl.when(real)
         def _():
-            at = (gmem["at"][0], page, offset)
-            clipped, replaced = self._store(at, latent, key.astype(jnp.float32))
-            gmem["lost"][n, 0] = lost[0] + clipped
-            gmem["lost"][n, 1] = lost[1] + replaced
+            count(*self._store((gmem["layer"][0], page, offset), latent, key.astype(jnp.float32)))
+
+        @pl.when(jnp.logical_not(real))
+        def _():
+            count(jnp.int32(0), jnp.int32(0))
 
     def _swap(self, x):
         if self.static.sim:
@@ -170,8 +178,12 @@ class _Block:
             put(key, values.at[pl.ds(LATENT, ROPE)], *flat)
         return [functools.reduce(jnp.add, each) for each in zip(*counts, strict=True)]
 
+    def _layer(self):
+        which = self.static.weights_layer
+        return self.gmem["weights_layer"][0] if which is None else which
+
     def _weights(self, head, chunk):
-        return self.gmem["w_uk"].at[self.gmem["at"][1], head, :, pl.ds(TILE * chunk, TILE)]
+        return self.gmem["w_uk"].at[self._layer(), head, :, pl.ds(TILE * chunk, TILE)]
 
     def _multiply(self, head, chunk, tile) -> None:
         static, smem = self.static, self.smem
@@ -250,12 +262,12 @@ def mla_prologue(
     page: Int[Array, "B T"],
     offset: Int[Array, "B T"],
     turn: tuple[Float[Array, "B T R"], Float[Array, "B T R"]],
-    lost: Int[Array, "tokens 2"],
     *,
     layout: str,
     epsilon: float,
     scale: Float[Array, ""] | float | None = None,
     first: int = 0,
+    prefetch: Sequence[Array] = (),
     sim: bool = False,
 ) -> tuple[Float[Array, "B T H C"], Pool, Int[Array, "tokens 2"]]:
     """Caches new tokens and returns their absorbed queries.
@@ -263,19 +275,20 @@ def mla_prologue(
     Args:
       q: queries as projected, N columns without position first, then the rotary ones. N a multiple of 64.
       compressed: the projection that holds latent and rotary key from column ``first`` on.
-      norm, w_uk: stacked weights, of which ``weights_layer`` is used.
+      norm, w_uk: stacked weights, of which ``weights_layer`` is used; a plain int saves a dependent load.
       pool: raw bits, see ``mla_decode.Pool``; donated or not used again, else the program copies it.
       layer: index into the pool.
       page, offset: where a token is stored. Page 0 is the padding page, which stays as it is.
       turn: ``rotation`` of the positions.
-      lost: i32 [B * T, 2], values clipped and values not finite so far, of each token.
       layout: one of ``mla_decode.LAYOUTS``.
       epsilon: of the norm.
       scale: "fp8_flat" only: stored = real / scale.
+      prefetch: arrays that later kernels read: brought into the L2 meanwhile, where HBM would idle.
       sim: run on array code that the GPU interpreter supports; for tests.
 
     Returns:
-      (query [B, T, H, 576] bf16: the latent part, then the rotary part; the pool; the counters).
+      (query [B, T, H, 576] bf16: the latent part, then the rotary part; the pool; i32 [B * T, 2]: values of
+      each token that were clipped, and values that were not finite).
 
     Raises:
       ValueError: an argument contradicts another. NotImplementedError: a width or dtype of no kernel here.
@@ -285,15 +298,12 @@ def mla_prologue(
     _validate(q, compressed, norm, w_uk, pool, where, layout, first)
     rows, steps, heads, width = q.shape
     count = rows * steps
-    require(
-        lost.shape == (count, 2) and lost.dtype == jnp.int32,
-        f"lost is {lost.dtype}{lost.shape}: must be int32 {(count, 2)}",
-    )
     unit = 1 if count < 8 else 8 if count <= TILE else TILE
     padding = -count % unit
     static = _Static(
         layout=layout, tokens=count + padding, heads=heads, nope=width - ROPE, first=first,
         pages=pool.values.shape[1], epsilon=epsilon, sim=sim,
+        weights_layer=weights_layer if isinstance(weights_layer, int) else None,
     )  # fmt: skip
 
     def flat(array):
@@ -310,13 +320,13 @@ def mla_prologue(
         "offset": flat(offset),
         "cos": flat(turn[0]),
         "sin": flat(turn[1]),
-        "at": jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(weights_layer, jnp.int32)]),
+        "layer": jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)),
     }
+    if not isinstance(weights_layer, int):
+        inputs["weights_layer"] = jnp.reshape(weights_layer, (1,))
     if scale is not None:
         inputs["scale"] = jnp.reshape(jnp.asarray(scale, jnp.float32), (1,))
-    lost = jnp.pad(lost, ((0, padding), (0, 0))) if padding else lost
-    state = {name: array for name, array in pool._asdict().items() if array is not None} | {"lost": lost}
-    refs = {name: jax.new_ref(array) for name, array in state.items()}
+    refs = {name: jax.new_ref(array) for name, array in pool._asdict().items() if array is not None}
     scratch: dict = {}
     if static.tokens % 8 == 0:
         scratch = {
@@ -325,22 +335,30 @@ def mla_prologue(
             "out": plgpu.SMEM((static.columns, TILE), jnp.bfloat16, transforms=_B16),
             "full": plgpu.Barrier(num_arrivals=2),
         }
-    names = [*inputs, *refs, "query"]
+    names = [*inputs, *refs, "query", "lost"]
 
     def body(*arguments):
         gmem = dict(zip(names, arguments[: len(names)], strict=True))
         _Block(static, gmem, dict(zip(scratch, arguments[len(names) :], strict=True))).run()
 
+    def run(*arguments):
+        if not sim:
+            for ref in arguments[: len(prefetch)]:
+                fragments.prefetch_share(ref, lax.axis_index("block"), blocks)
+        body(*arguments[len(prefetch) :])
+
     blocks = static.tokens + heads * (LATENT // TILE) * static.tiles
-    query = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((static.tokens, heads, LATENT + ROPE), jnp.bfloat16),
+    query, lost = plgpu.kernel(
+        run,
+        out_type=(
+            jax.ShapeDtypeStruct((static.tokens, heads, LATENT + ROPE), jnp.bfloat16),
+            jax.ShapeDtypeStruct((static.tokens, 2), jnp.int32),
+        ),
         grid=(blocks,),
         grid_names=("block",),
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=2048),
         kernel_name="mla_prologue",
-    )(*inputs.values(), *refs.values())
-    new = {name: jax.freeze(ref) for name, ref in refs.items()}
-    lost = new.pop("lost")[:count]
-    return query[:count].reshape(rows, steps, heads, LATENT + ROPE), Pool(**new), lost
+    )(*prefetch, *inputs.values(), *refs.values())
+    query = query[:count].reshape(rows, steps, heads, LATENT + ROPE)
+    return query, Pool(**{name: jax.freeze(ref) for name, ref in refs.items()}), lost[:count]

@@ -149,7 +149,7 @@ def mla_prologue_case(layout: str, tokens: int, heads: int, nope: int) -> dict:
         "pool": filled,
         "layer": 1,
         "page": page.astype(np.int32)[:, None],
-        "offset": ((7 * np.arange(tokens) + 3) % 64).astype(np.int32)[:, None],
+        "offset": ((7 * (np.arange(tokens) // (PROLOGUE_PAGES - 1)) + 3) % 64).astype(np.int32)[:, None],
         "angle": rng.uniform(0, 100, (tokens, 1, 32)).astype(np.float32),
     }
 

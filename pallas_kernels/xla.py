@@ -1,5 +1,7 @@
 """The kernels' operations in plain JAX: the CPU path, and the baseline that a kernel must beat."""
 
+import typing
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -105,3 +107,72 @@ def mla_decode(
         "BTHS,BSL->BTHL", weight_BTHS, latent_BSC[..., :512], precision=lax.Precision.HIGHEST
     )
     return out_BTHL.astype(out_dtype), lse_BTH
+
+
+def mla_prologue(
+    q: Float[Array, "B T H A"],
+    compressed: Float[Array, "B T columns"],
+    norm: Float[Array, "Y L"],
+    w_uk: Float[Array, "Y H N L"],
+    weights_layer: Array | int,
+    pool,
+    layer: Array | int,
+    page: Int[Array, "B T"],
+    offset: Int[Array, "B T"],
+    turn: tuple[Float[Array, "B T R"], Float[Array, "B T R"]],
+    *,
+    layout: str,
+    epsilon: float,
+    scale=None,
+    first: int = 0,
+) -> tuple[Float[Array, "B T H C"], typing.Any, Int[Array, "tokens 2"]]:
+    """What ``pallas_kernels.mla_prologue.mla_prologue`` computes, for any widths, with a scatter."""
+    latent_width, tokens = norm.shape[1], page.size
+    nope = w_uk.shape[2]
+    f32, bf16 = jnp.float32, jnp.bfloat16
+
+    def rotate(x, cos, sin):
+        real = x.astype(f32)
+        swapped = real.reshape(*real.shape[:-1], -1, 2)[..., ::-1].reshape(real.shape)
+        return (real * cos + swapped * sin).astype(x.dtype)
+
+    def store(x, inverse_scale, most, narrow, bits):
+        finite = jnp.isfinite(x)
+        scaled = jnp.where(finite, x, 0.0) / inverse_scale
+        clipped = jnp.clip(scaled, -most, most)
+        losses = (jnp.sum(lossy, axis=(2, 3), dtype=jnp.int32) for lossy in (clipped != scaled, ~finite))
+        stored = lax.bitcast_convert_type(clipped.astype(narrow), bits)
+        return stored.reshape(*stored.shape[:2], -1), jnp.stack([each.reshape(tokens) for each in losses], 1)
+
+    raw = compressed[..., first : first + latent_width].astype(f32)
+    normal = (raw * lax.rsqrt(jnp.mean(raw * raw, axis=-1, keepdims=True) + epsilon)).astype(bf16)
+    latent = (normal * jnp.broadcast_to(norm[weights_layer], normal.shape)).astype(f32)
+    key = rotate(compressed[..., first + latent_width : first + latent_width + turn[0].shape[-1]], *turn)
+    key = key.astype(f32)[:, :, None]
+    latent = latent[:, :, None]
+    in_bf16 = (1.0, float(jnp.finfo(bf16).max), bf16, jnp.uint16)
+    in_e4m3 = (448.0, jnp.float8_e4m3fn, jnp.uint8)
+    writes = {}
+    if layout == "fp8_656":
+        tiles = latent.reshape(*page.shape, -1, 128)
+        amax = jnp.max(jnp.where(jnp.isfinite(tiles), jnp.abs(tiles), 0.0), axis=-1)
+        scales = amax / 448.0
+        writes["scales"] = jnp.where(scales >= jnp.finfo(f32).tiny, scales, 1.0)
+        writes["values"], lost = store(tiles, writes["scales"][..., None], *in_e4m3)
+        writes["rope"], lost_key = store(key, *in_bf16)
+        lost = lost + lost_key
+    else:
+        how = in_bf16 if layout == "bf16" else (jnp.asarray(scale, f32), *in_e4m3)
+        writes["values"], lost = store(jnp.concatenate([latent, key], axis=-1), *how)
+    real = (page > 0) & (page < pool.values.shape[1])
+    at = (layer, jnp.where(real, page, pool.values.shape[1]), offset)
+    new = {name: getattr(pool, name).at[at].set(value, mode="drop") for name, value in writes.items()}
+    absorbed = jnp.einsum(
+        "BTHN,HNL->BTHL",
+        q[..., :nope].astype(f32),
+        w_uk[weights_layer].astype(f32),
+        precision=lax.Precision.HIGHEST,
+    )
+    rotary = rotate(q[..., nope:], *(each[:, :, None] for each in turn))
+    query = jnp.concatenate([absorbed.astype(q.dtype), rotary], axis=-1)
+    return query, pool._replace(**new), jnp.where(real.reshape(tokens, 1), lost, 0)

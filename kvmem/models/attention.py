@@ -6,6 +6,7 @@ the query and ``W_uv`` behind the average, so that the cache is read as it is st
 arXiv 2405.04434, section 2.1; modeling_deepseek_v3 and modeling_glm_moe_dsa of transformers.)
 """
 
+import dataclasses
 import typing
 from typing import Literal
 
@@ -20,7 +21,7 @@ from kvmem.cache import store
 from kvmem.cache.pages import PADDING_PAGE
 from kvmem.models import layers
 from kvmem.models.config import ModelConfig
-from pallas_kernels import mla_decode, mla_schedule
+from pallas_kernels import mla_decode, mla_prologue, mla_schedule
 
 Form = Literal["absorbed", "naive"]
 # "xla": plain JAX, any device and page size. "mosaic": Hopper kernels for cached attention and INT4 experts.
@@ -133,10 +134,20 @@ def attend(
     return expand(weights, mean_BTHL)
 
 
-def kernel_schedule(
-    config: ModelConfig, kv: store.KVStore, at: Placement, heads: int, form: Form
-) -> mla_schedule.Schedule:
-    """How the attention kernel cuts the pages of this step: the same for every layer, so made once.
+@typing.no_type_check
+@struct.dataclass
+class KernelStep:
+    """What the attention kernels of all layers of a step share.
+
+    ``schedule`` says how the pages are cut; ``turn`` is ``mla_prologue.rotation`` of the positions.
+    """
+
+    schedule: mla_schedule.Schedule
+    turn: tuple[Float[Array, "B T R"], Float[Array, "B T R"]]
+
+
+def kernel_step(config: ModelConfig, kv: store.KVStore, at: Placement, heads: int, form: Form) -> KernelStep:
+    """What the attention kernels of this step share, made once.
 
     Raises:
       NotImplementedError: what has no kernel: the naive form, an f32 cache, sparse attention.
@@ -150,12 +161,60 @@ def kernel_schedule(
         )
     rows, steps = at.position_BT.shape
     groups, columns = mla_schedule.column_groups(steps, heads)
-    return mla_schedule.make_schedule(
+    schedule = mla_schedule.make_schedule(
         _kernel_lengths(at),
         max_pages=at.table_BM.shape[1],
         groups=groups,
         blocks=mla_decode.tuned_config(KERNEL_LAYOUTS[kv.layout], columns, rows).blocks,
     )
+    frequencies = layers.rope_frequencies(config.rope, config.qk_rope_head_dim)
+    return KernelStep(schedule, mla_prologue.rotation(at.position_BT, jnp.asarray(frequencies)))
+
+
+def kernel_project(
+    stack: dict,
+    config: ModelConfig,
+    kv: store.KVStore,
+    layer: int | Int[Array, ""],
+    cache_layer: int | Int[Array, ""],
+    at: Placement,
+    normed_BTD: Float[Array, "B T D"],
+    shared: KernelStep,
+) -> tuple[Float[Array, "B T Q"], Float[Array, "B T H C"], store.KVStore]:
+    """``project``, the cache write and ``absorb`` with what follows the projections as one Mosaic kernel.
+
+    ``stack`` holds the weights of all layers, of which ``layer`` is used. Returns the query residual, the
+    absorbed query and the store with the new tokens, as ``store.write_latent`` leaves it.
+    """
+    weights = layers.layer_of({name: stack[name] for name in ("q_a", "q_a_norm", "q_b", "kv_a")}, layer)
+    residual_BTQ = layers.rmsnorm(
+        layers.linear(normed_BTD, weights["q_a"]), weights["q_a_norm"], config.lora_norm_eps
+    )
+    query_BTHC, pool, lost = mla_prologue.mla_prologue(
+        rearrange(layers.linear(residual_BTQ, weights["q_b"]), "B T (H A) -> B T H A", A=config.qk_head_dim),
+        layers.linear(normed_BTD, weights["kv_a"]),
+        stack["kv_a_norm"],
+        stack["w_uk"],
+        layer,
+        mla_decode.Pool(kv.values, kv.scales, kv.rope),
+        cache_layer,
+        at.page_BT,
+        at.offset_BT,
+        shared.turn,
+        layout=KERNEL_LAYOUTS[kv.layout],
+        epsilon=config.lora_norm_eps,
+        scale=None if kv.scale_Y is None else kv.scale_Y[cache_layer],
+    )
+    saturated, nonfinite = jnp.sum(lost, axis=0)
+    kv = dataclasses.replace(
+        kv,
+        values=pool.values,
+        scales=pool.scales,
+        rope=pool.rope,
+        saturated=kv.saturated + saturated,
+        nonfinite=kv.nonfinite + nonfinite,
+    )
+    return residual_BTQ, query_BTHC, kv
 
 
 def kernel_attend(
@@ -164,13 +223,12 @@ def kernel_attend(
     kv: store.KVStore,
     layer: int | Int[Array, ""],
     at: Placement,
-    nope_BTHN: Float[Array, "B T H N"],
-    rope_BTHR: Float[Array, "B T H R"],
-    schedule: mla_schedule.Schedule,
+    query_BTHC: Float[Array, "B T H C"],
+    shared: KernelStep,
 ) -> Float[Array, "B T A"]:
     """``attend`` as the Mosaic kernel, which reads the pool's raw bits in place, page by page."""
     mean_BTHL, _ = mla_decode.mla_decode(
-        absorb(weights, nope_BTHN, rope_BTHR),
+        query_BTHC,
         mla_decode.Pool(kv.values, kv.scales, kv.rope),
         layer,
         at.table_BM,
@@ -179,8 +237,8 @@ def kernel_attend(
         layout=KERNEL_LAYOUTS[kv.layout],
         scale=None if kv.scale_Y is None else kv.scale_Y[layer],
         num_new_B=at.num_new_B,
-        schedule=schedule,
-        out_dtype=nope_BTHN.dtype,
+        schedule=shared.schedule,
+        out_dtype=query_BTHC.dtype,
     )
     return expand(weights, mean_BTHL)
 

@@ -23,7 +23,6 @@ from kvmem.models import attention, indexer, layers, moe
 from kvmem.models.attention import Form, Implementation, Placement
 from kvmem.models.config import ModelConfig
 from kvmem.models.params import Params
-from pallas_kernels.mla_schedule import Schedule
 
 
 @typing.no_type_check
@@ -180,7 +179,7 @@ def backbone(
     hidden_BTD = embed(params, batch.tokens_BT, axis)
     allowed_BTS = attention.visible(at, batch.table_BM.shape[1] * kv.page_size)
     heads = params["attention"]["w_uk"].shape[1]  # of this rank
-    cuts = attention.kernel_schedule(config, kv, at, heads, form) if implementation == "mosaic" else None
+    shared = attention.kernel_step(config, kv, at, heads, form) if implementation == "mosaic" else None
     norm_YD = jnp.concatenate([params["attention"]["input_norm"], params["final_norm"][None]])
     step = functools.partial(
         decoder_layer,
@@ -191,7 +190,7 @@ def backbone(
         implementation=implementation,
         join=layers.joiner(axis, reduction, hidden_BTD.shape, config.rms_norm_eps),
         norm_YD=norm_YD,
-        cuts=cuts,
+        shared=shared,
     )
     stream = Stream(hidden_BTD, layers.rmsnorm(hidden_BTD, norm_YD[0], config.rms_norm_eps))
     index_layer = 0
@@ -229,23 +228,28 @@ def decoder_layer(
     form: Form,
     implementation: Implementation,
     join: layers.Join,
-    cuts: Schedule | None = None,
+    shared: attention.KernelStep | None = None,
 ) -> tuple[Stream, store.KVStore, Bool[Array, "B T S"]]:
     """One layer, from the weight stacks in ``params``.
 
     ``norm_YD`` holds the input norms of all layers and the final norm: a layer takes the stream normed with
     its own and leaves it normed with the next. ``join`` is ``layers.joiner``'s. ``allowed_BTS`` is what the
     layer below attended to: a layer without an own indexer uses it again.
-    ``cuts`` is the attention kernel's schedule; None attends in plain JAX.
+    ``shared`` is for the attention kernels; None attends in plain JAX.
     """
     weights = layers.layer_of(params["attention"], stand.attention)
     frequencies = layers.rope_frequencies(config.rope, config.qk_rope_head_dim)
     hidden_BTD, normed_BTD = stream
     with jax.named_scope("attention"):
-        residual_BTQ, nope_BTHN, rope_BTHR, entry_BTC = attention.project(
-            weights, config, at, normed_BTD, frequencies
-        )
-        kv = store.write_latent(kv, stand.cache, at.page_BT, at.offset_BT, entry_BTC)
+        if shared is None:
+            residual_BTQ, nope_BTHN, rope_BTHR, entry_BTC = attention.project(
+                weights, config, at, normed_BTD, frequencies
+            )
+            kv = store.write_latent(kv, stand.cache, at.page_BT, at.offset_BT, entry_BTC)
+        else:
+            residual_BTQ, query_BTHC, kv = attention.kernel_project(
+                params["attention"], config, kv, stand.attention, stand.cache, at, normed_BTD, shared
+            )
         if kind.full_indexer:
             with jax.named_scope("indexer"):
                 own = layers.layer_of(params["indexer"], stand.indexer)
@@ -254,11 +258,12 @@ def decoder_layer(
                 allowed_BTS = indexer.select(
                     own, config, kv, stand.index_cache, at, normed_BTD, residual_BTQ, frequencies
                 )
-        heads = (weights, config, kv, stand.cache, at, nope_BTHN, rope_BTHR)
-        if cuts is None:
-            out_BTA = attention.attend(*heads, allowed_BTS, form)
+        if shared is None:
+            out_BTA = attention.attend(
+                weights, config, kv, stand.cache, at, nope_BTHN, rope_BTHR, allowed_BTS, form
+            )
         else:
-            out_BTA = attention.kernel_attend(*heads, cuts)
+            out_BTA = attention.kernel_attend(weights, config, kv, stand.cache, at, query_BTHC, shared)
         with jax.named_scope("attention_sum"):
             out_BTD = layers.partial_linear(out_BTA, weights["o"])
             hidden_BTD, normed_BTD = join(

@@ -66,10 +66,10 @@ def draft(
     if selection_BTS is not None:
         position_11S = jnp.arange(selection_BTS.shape[2])[None, None, :]
         allowed_BTS &= selection_BTS | (position_11S == at.position_BT[:, :, None])
-    cuts = None
+    shared = None
     if implementation == "mosaic":
         heads = own["attention"]["w_uk"].shape[1]
-        cuts = attention.kernel_schedule(config, kv, at, heads, form)
+        shared = attention.kernel_step(config, kv, at, heads, form)
     kind = Kind(dense=False, full_indexer=config.indexer is not None and selection_BTS is None)
     stand = Stand(0, 0, 0, config.num_layers, config.num_index_layers)
     norm_YD = jnp.concatenate([own["attention"]["input_norm"], own["head_norm"]])
@@ -86,6 +86,6 @@ def draft(
         form=form,
         implementation=implementation,
         join=layers.joiner(axis, "nccl", z_BTD.shape, config.rms_norm_eps),
-        cuts=cuts,
+        shared=shared,
     )
     return decoder.head(params, out_BTD, axis), out_BTD, kv, allowed_BTS

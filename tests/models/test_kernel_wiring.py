@@ -10,7 +10,7 @@ import pytest
 
 from kvmem.cache import store
 from kvmem.models import decoder, get_config, params
-from pallas_kernels import int4_moe, mla_decode, xla
+from pallas_kernels import int4_moe, mla_decode, mla_prologue, xla
 
 # The kernels' widths (latent 512, rope 64, page 64), two layers of them.
 KIMI = dataclasses.replace(
@@ -57,6 +57,7 @@ def replace_kernels(monkeypatch, **overrides):
         return xla.mla_decode(*args, **{**options, **overrides})
 
     monkeypatch.setattr(mla_decode, "mla_decode", attention)
+    monkeypatch.setattr(mla_prologue, "mla_prologue", xla.mla_prologue)
     monkeypatch.setattr(int4_moe, "int4_moe", xla.int4_moe)
 
 
@@ -77,6 +78,9 @@ def test_forward_mosaic_unsupported_is_refused():
     tree = params.init_params(KIMI, "int4_group", seed=6)
     kv = store.init(decoder.cache_shape(KIMI), "f32_576", num_pages=8, page_size=64)
     with pytest.raises(NotImplementedError, match=r"form='absorbed' over a cache 'f32_576'"):
+        step(tree, kv, NEW, LENGTHS, 3, "mosaic", KIMI)
+    kv = store.init(decoder.cache_shape(KIMI), "bf16_576", num_pages=8, page_size=64)
+    with pytest.raises(NotImplementedError, match="nope width 24: must be a multiple of 64"):
         step(tree, kv, NEW, LENGTHS, 3, "mosaic", KIMI)
     glm = get_config("glm_tiny_tp8")
     tree = params.init_params(glm, "int4_group", seed=6)
