@@ -178,9 +178,15 @@ def _metrics(items: list[Committed]) -> dict[str, Any]:
     return {name: value for item in items for name, value in item.record["metrics"].items()}
 
 
+def _counting(items: list[Committed]) -> list[Committed]:
+    """Returns the records that hold the newest value of some metric; the others are superseded."""
+    newest = {name: item.path for item in items for name in item.record["metrics"]}
+    return [item for item in items if item.path in newest.values()]
+
+
 TABLES: dict[str, Table] = {
     "claims": Table("reproduce", _claims_table),
-    "kernels": Table("kernel_bench", lambda items: result_tables.kernels(_metrics(items))),
+    "kernels": Table("kernel_bench", lambda items: result_tables.kernels(_metrics(items)), every=True),
     "faults": Table("detection_matrix", lambda items: result_tables.faults(_metrics(items)), every=True),
     "gpus": Table("multi_gpu", lambda items: result_tables.several_gpus(_metrics(items))),
 }
@@ -198,7 +204,7 @@ def fill(text: str, root: pathlib.Path = RESULTS) -> str:
         kind, render, every = TABLES[match[1]]
         items = [newest(kind, root)]
         if every:
-            items = [item for item in committed(root) if item.kind == kind]
+            items = _counting([item for item in committed(root) if item.kind == kind])
         sources = " ".join(map(_source, items))
         return f"<!-- table:{match[1]} -->\n{sources}\n\n{render(items)}\n<!-- end -->"
 

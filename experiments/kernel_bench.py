@@ -1,16 +1,17 @@
 """Kernels on one GPU, measured beside rivals and floors. See configs/kernel_bench.py.
 
-A part that fails does not stop the others: its numbers are absent, and the record says why and is "failed".
+The contracts of all operations come first, on this GPU; what breaks its contract is not timed. A part that
+fails does not stop the others: its numbers are absent, and the record says why and is "failed".
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import time
 import traceback
 from collections.abc import Callable
+from typing import NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
 
@@ -28,6 +29,16 @@ def _late(config: ConfigDict, part: str) -> bool:
     return time.monotonic() - _START > config.deadline_s[part]
 
 
+def _contract(operations: set[str], recorder: record.Recorder) -> set[str]:
+    """Reruns the contracts on this GPU; returns the operations that broke theirs."""
+    from experiments import bench_contract
+
+    broken = bench_contract.run(recorder, operations)
+    recorder.write("interrupted")
+    print(f"contracts took until {time.monotonic() - _START:.0f} s; broken: {sorted(broken)}", flush=True)
+    return broken
+
+
 def _copy(config: ConfigDict, recorder: record.Recorder) -> None:
     """``copy.gbps``: bytes read and written by a device-to-device copy."""
     x = jnp.arange(config.copy_bytes // 4, dtype=jnp.float32)
@@ -43,6 +54,8 @@ def _mla(layouts: tuple[str, ...], part: str, config: ConfigDict, recorder: reco
     jobs = []
     for layout in layouts:
         jobs += [bench_mla.Job(layout, *shape) for shape in (*config.mla_shapes, *config.mla_wide_shapes)]
+        for heads, rows, mean in config.mla_ragged_shapes:
+            jobs.append(bench_mla.Job(layout, heads, rows, mean, ragged=True))
         for variant in config.mla_variants if layout == "fp8_flat" else ():
             tiles = tuple(zip(variant[::2], variant[1::2], strict=True))
             jobs.append(bench_mla.Job(layout, 8, 64, 8192, tiles))
@@ -56,28 +69,31 @@ def _moe(config: ConfigDict, recorder: record.Recorder) -> None:
     for group in config.moe_groups:
         for model in config.moe_models:
             tokens = config.moe_tokens if group == 32 else config.moe_tokens[:5]
-            if _late(config, "moe"):
-                recorder.absent(f"int4_moe.{model}.g{group}", "the run's deadline")
-                continue
-            bench_moe.run(model, group, tokens, recorder, config.seed)
+            deadline = _START + config.deadline_s["moe"]
+            bench_moe.run(model, group, tokens, recorder, config.seed, deadline=deadline)
 
 
 def _layer(config: ConfigDict, recorder: record.Recorder) -> None:
     from experiments import bench_layer
 
-    pairs = [config.layer_batches[i : i + 2] for i in range(0, len(config.layer_batches), 2)]
-    for batches, fmt, model in itertools.product(pairs, config.layer_formats, config.layer_models):
-        if _late(config, "layer"):
-            recorder.absent(f"layer.{model}.{fmt}.b{batches}", "the run's deadline")
-            continue
-        bench_layer.run(model, (fmt,), tuple(batches), recorder, seed=config.seed)
+    deadline = _START + config.deadline_s["layer"]
+    for model in config.layer_models:
+        formats, batches = tuple(config.layer_formats), tuple(config.layer_batches)
+        bench_layer.run(model, formats, batches, recorder, deadline=deadline, seed=config.seed)
 
 
-PARTS: dict[str, Callable[[ConfigDict, record.Recorder], None]] = {
-    "mla": functools.partial(_mla, ("bf16", "fp8_flat"), "mla"),
-    "moe": _moe,
-    "layer": _layer,
-    "mla_656": functools.partial(_mla, ("fp8_656",), "mla_656"),
+class Part(NamedTuple):
+    """What a part measures, and the operations whose contract has to hold for it to be worth measuring."""
+
+    run: Callable[[ConfigDict, record.Recorder], None]
+    operations: tuple[str, ...]
+
+
+PARTS = {
+    "layer": Part(_layer, ("mla_prologue", "skinny_matmul", "mla_decode", "int4_moe")),
+    "mla": Part(functools.partial(_mla, ("bf16", "fp8_flat"), "mla"), ("mla_decode",)),
+    "moe": Part(_moe, ("int4_moe",)),
+    "mla_656": Part(functools.partial(_mla, ("fp8_656",), "mla_656"), ("mla_decode",)),
 }
 
 
@@ -88,11 +104,15 @@ def body(config: ConfigDict, recorder: record.Recorder) -> None:
         )
     recorder.seeds["inputs"] = config.seed
     recorder.weights = f"synthetic:{config.seed}"
+    needed = {operation for part in config.parts for operation in PARTS[part].operations}
+    broken = _contract(needed, recorder)
     _copy(config, recorder)
-    failed = []
+    failed = ["contract"] * bool(broken)
     for part in config.parts:
         try:
-            PARTS[part](config, recorder)
+            if wrong := broken.intersection(PARTS[part].operations):
+                raise RuntimeError(f"the contract does not hold for {sorted(wrong)}")
+            PARTS[part].run(config, recorder)
         except Exception as error:
             traceback.print_exc()
             recorder.absent(part, f"{type(error).__name__}: {error}"[:500])

@@ -17,7 +17,8 @@ def _named(metrics: Metrics, pattern: str) -> dict[tuple[str, ...], float]:
 
 
 def _sorted(keys: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    return sorted(keys, key=lambda key: tuple(int(part) if part.isdigit() else part for part in key))
+    """In order of their numbers, with words behind numbers."""
+    return sorted(keys, key=lambda key: [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in key])
 
 
 def _pivot(
@@ -38,7 +39,7 @@ def kernels(metrics: Metrics) -> str:
     FP8, and Marlin for the experts, each measured on an H200; ``floor`` is bytes over the best stream seen.
     """
     parts = []
-    shape = r"\.h(\d+)\.b(\d+)\.l(\d+)"
+    shape = r"\.h(\d+)\.b(\d+)\.l?(\d+|ragged)"
     mla = _named(metrics, rf"mla_decode\.(bf16|fp8_flat|fp8_656){shape}\.us")
     if mla:
         rivals = _named(metrics, rf"mla_decode\.(bf16|fp8_flat|fp8_656){shape}\.rival_us")

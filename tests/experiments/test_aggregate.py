@@ -1,8 +1,11 @@
+import itertools
+import re
 import subprocess
 import sys
 
 import pytest
 
+from configs import kernel_bench
 from experiments import aggregate, claims, result_tables, tables
 from kvmem import record
 
@@ -82,6 +85,18 @@ def test_measured_of_the_layer_benchmark_takes_the_all_reduce_of_eight_gpus_not_
     assert "125 all-reduces of 12 us (224 KiB over NCCL, as measured on eight)" in found.note
 
 
+def test_measured_of_a_full_layer_run_answers_every_claim_of_a_rank_slice(results):
+    config = kernel_bench.get_config()
+    cells = itertools.product(config.layer_models, config.layer_formats, config.layer_batches)
+    metrics = {f"layer.{model}.{cache}.b{rows}.us": 100.0 for model, cache, rows in cells}
+    results("kernel_bench", metrics, devices=GPU)
+    rows = claims.settle(claims.load(), aggregate.measured(results.root))
+    asked = re.compile(r"kimi\.decode\.(bf16|fp8)\.c\d+|glm\.decode\.w_int4\.c\d+|kimi\.layer_ratio\.c\d+")
+    states = {row["id"]: row["status"] for row in rows if asked.fullmatch(row["id"])}
+    assert len(states) == 16
+    assert set(states.values()) == {"estimated", "measured"}
+
+
 def test_measured_of_a_layer_on_cpu_gives_no_rate(results):
     results("kernel_bench", {"layer.kimi.fp8.b8.us": 1e5, "layer.kimi.bf16.b8.us": 1e5})
     assert set(aggregate.measured(results.root)) == {"layer.kimi.fp8.b8.us", "layer.kimi.bf16.b8.us"}
@@ -105,6 +120,18 @@ def test_fill_renders_the_newest_report_and_is_stable(results):
     assert text.startswith("a\n")
     assert text.endswith("\nb\n")
     assert aggregate.fill(text, results.root) == text
+
+
+def test_fill_of_kernels_adds_up_runs_and_names_only_those_that_count(results):
+    results("kernel_bench", {"layer.kimi.fp8.b8.us": 150.0}, "old", devices=GPU)
+    when = "2026-11-0{}T10:00:00+00:00"
+    results("kernel_bench", {"layer.kimi.fp8.b8.us": 120.0}, "layer", devices=GPU, created_utc=when.format(2))
+    moe = {"int4_moe.glm.g32.m64.us": 190.5}
+    results("kernel_bench", moe, "moe", devices=GPU, created_utc=when.format(3))
+    text = aggregate.fill("<!-- table:kernels -->\n<!-- end -->", results.root)
+    assert "| kimi | 8 | – | – | – | 120.0 | – | – |" in text
+    assert "| 32 | 64 | – | – | 190.5 | – |" in text
+    assert [name in text for name in ("old.json", "layer.json", "moe.json")] == [False, True, True]
 
 
 @pytest.mark.parametrize(("name", "rule"), [("clams", "one of"), ("claims", "no record of reproduce")])
@@ -164,6 +191,7 @@ def test_kernels_table_has_a_row_a_shape_and_dashes_for_what_was_not_measured():
         "mla_decode.fp8_flat.h8.b64.l8192.us": 94.96,
         "mla_decode.fp8_flat.h8.b64.l8192.rival_us": 110.5,
         "mla_decode.fp8_flat.h8.b8.l8192.us": 22.0,
+        "mla_decode.fp8_656.h8.b64.ragged.us": 99.0,
         "mla_decode.fp8_flat.h8.b8.l8192.err": 9e-4,
         "int4_moe.glm.g32.m64.us": 190.5,
         "int4_moe.glm.g32.m64.marlin_us": 245.0,
@@ -172,6 +200,7 @@ def test_kernels_table_has_a_row_a_shape_and_dashes_for_what_was_not_measured():
     }
     lines = result_tables.kernels(metrics).splitlines()
     assert "| 8 | 8 | 8192 | – | – | 22.0 | – | – |" in lines
+    assert "| 8 | 64 | ragged | – | – | – | – | 99.0 |" in lines
     assert "| 8 | 64 | 8192 | 140.0 | – | 95.0 | 110.5 | – |" in lines
     assert "| 32 | 64 | – | – | 190.5 | 245.0 |" in lines
     assert "| kimi | 1 | – | – | – | 66.6 | 9.0 | – |" in lines

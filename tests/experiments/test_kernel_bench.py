@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from configs import kernel_bench as kernel_bench_config
-from experiments import bench_mla, kernel_bench
-from pallas_kernels import xla
+from experiments import bench_contract, bench_mla, kernel_bench
+from pallas_kernels import int4_moe, xla
 
 
 def _plain(layout, q, pool, layer, table, length, num_new=None, *, damage=lambda out: out, **_):
@@ -58,10 +58,64 @@ def test_job_variant_has_a_name_of_its_own():
     assert (plain.config.words, variant.config.words) == (1, 4)
 
 
+def test_job_ragged_keeps_the_sum_and_gives_each_row_pages_of_its_own():
+    job = bench_mla.Job("bf16", 8, 5, 600, ragged=True)
+    assert job.name == "mla_decode.bf16.h8.b5.ragged"
+    lengths = job.lengths(seed=2)
+    assert lengths.sum() == 3000
+    assert sorted(lengths)[0] * 4 < sorted(lengths)[-1]
+    _, tables = bench_mla._inputs(job, pages=200, seed=2)
+    used = [np.asarray(tables[1])[row, : -(-n // 64)] for row, n in enumerate(lengths)]
+    pages = np.concatenate(used)
+    assert len(set(pages)) == len(pages)
+    assert min(pages) > 0
+
+
+class _Recorder:
+    def __init__(self):
+        self.metrics, self.missing = {}, {}
+
+    def metric(self, name, value):
+        self.metrics[name] = value
+
+    def absent(self, name, why):
+        self.missing[name] = why
+
+
+def test_contract_run_names_the_operation_that_breaks(monkeypatch):
+    def wrong():
+        raise RuntimeError("error 3e-1")
+
+    cases = [("a", "x", lambda: 1e-4), ("b", "x", wrong), ("b", "y", lambda: 2e-4), ("c", "x", wrong)]
+    monkeypatch.setattr(bench_contract, "cases", lambda: iter(cases))
+    recorder = _Recorder()
+    assert bench_contract.run(recorder, {"a", "b"}) == {"b"}
+    passed = {"contract.a.passed": 1.0, "contract.b.passed": 0.0}
+    assert recorder.metrics == passed | {"contract.a.x.err": 1e-4, "contract.b.y.err": 2e-4}
+    assert recorder.missing == {"contract.b.x": "RuntimeError: error 3e-1"}
+
+
+@pytest.mark.parametrize("damage", [1.0, 1.02, -1.0], ids=["right", "scaled", "negated"])
+def test_contract_of_the_experts_catches_a_wrong_kernel(monkeypatch, damage):
+    kernel = xla.int4_moe
+    monkeypatch.setattr(int4_moe, "int4_moe", lambda *a, group: kernel(*a, group=group) * damage)
+    if damage == 1.0:
+        assert bench_contract.experts(3, "one") < 6e-3
+        return
+    with pytest.raises(RuntimeError, match="error"):
+        bench_contract.experts(3, "one")
+
+
+def test_contract_needed_by_parts_has_cases():
+    needed = {operation for part in kernel_bench.PARTS.values() for operation in part.operations}
+    assert needed == {operation for operation, *_ in bench_contract.cases()}
+
+
 def test_get_config_unknown_part_is_refused():
     with pytest.raises(ValueError, match="argument 'mlp'"):
         kernel_bench_config.get_config("mlp")
     assert set(kernel_bench_config.get_config().parts) == set(kernel_bench.PARTS)
+    assert kernel_bench_config.get_config("moe+layer").parts == ("moe", "layer")
 
 
 def test_body_without_gpu_is_refused():
