@@ -239,6 +239,7 @@ class Engine:
             "integrity.mismatches": self.counters["integrity"],
             "integrity.not_run": self.counters["check_not_run"],
             "integrity.page_checks": self.counters["page_checks"],
+            "refused_holds": self.counters["refused"],
             "accounting_drift": self.counters["drift"],
             "steps": self.counters["steps"],
             "host_ms_per_step": 1e3 * self.seconds["host"] / steps,
@@ -385,7 +386,8 @@ class Engine:
         self.seconds["device_wait"] += read - begun
         now = self.now()
         self.counters["page_checks"] += outcome.page_checks
-        drifted = flight.free is not None and outcome.free != flight.free
+        self.counters["refused"] += outcome.refused
+        drifted = outcome.refused > 0 or (flight.free is not None and outcome.free != flight.free)
         failed = []
         for sequence, attempt, row, last in flight.rows:
             if sequence.phase is Phase.DONE or sequence.attempt != attempt:
@@ -423,7 +425,7 @@ class Engine:
             if count:
                 self._flush_drops()
                 pages = self.pools.widen(sequence.decode_row, first, count)
-                self.pools.hold("retain", self.books.widened(request, tokens, first, pages))
+                self.pools.hold("retain", self.books.widened(request, tokens, first, count, pages))
                 self.pools.release("prefill", [self.config.prefill_rows])
         self.books.answered(request, tokens)
 
@@ -509,7 +511,12 @@ class Engine:
         moved = self._moved.get(sequence)
         if moved is None:
             return
-        self._moved[sequence] = moved = jax.device_get(moved)
+        try:
+            self._moved[sequence] = moved = jax.device_get(moved)
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            why = f"its bytes did not reach the host: {error}"
+            self._fail(sequence, "retract", Cause.TRANSFER, None, events, why)
+            return
         if not moved.ok:
             self._fail(sequence, "retract", Cause.INTEGRITY, (moved.check, int(moved.row)), events)
 

@@ -131,14 +131,17 @@ class PrefillBooks:
         return (first, count) if count > 0 and self.reserve(count) else (0, 0)
 
     def widened(
-        self, request: Request, tokens: tuple[int, ...], first: int, pages: list[tuple[int, int]]
+        self, request: Request, tokens: tuple[int, ...], first: int, count: int, pages: list[tuple[int, int]]
     ) -> list[int]:
-        """Registers widened pages from logical page ``first`` on; returns those that must be retained."""
+        """Registers widened pages from logical page ``first`` on; returns those that must be retained.
+
+        ``count`` were reserved. None is registered where widening failed (no ``pages``): a later turn misses.
+        """
         before = self.tree.match((*tokens, 0), request.tenant)[:first]
         held = [(node.page, node.generation) for node in before]
         taken = self.tree.insert(tokens, held + pages, request.tenant, "decode")
         self.counters["widened_pages"] += len(taken)
-        self.free += len(pages) - len(taken)
+        self.free += count - len(taken)
         return [node.page for node in taken]
 
     def forget_lost(self, generation_P: np.ndarray) -> None:

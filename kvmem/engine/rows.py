@@ -105,16 +105,21 @@ def admit(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def retain(state: PoolState, page_A: Int[Array, "A"]) -> PoolState:
-    """Adds the prefix tree's hold to pages; padding entries are ignored."""
-    page_state, _ = pages.retain(state.pages, page_A, page_A > PADDING_PAGE)
-    return dataclasses.replace(state, pages=page_state)
+    """Adds the prefix tree's hold to pages; padding is ignored, pages without an owner are counted."""
+    page_state, ok_A = pages.retain(state.pages, page_A, page_A > PADDING_PAGE)
+    return _count_refused(dataclasses.replace(state, pages=page_state), page_A, ok_A)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def drop(state: PoolState, page_A: Int[Array, "A"]) -> PoolState:
-    """Takes the prefix tree's hold from pages; padding entries are ignored."""
-    page_state, _ = pages.drop(state.pages, page_A, page_A > PADDING_PAGE)
-    return dataclasses.replace(state, pages=page_state)
+    """Takes the prefix tree's hold from pages; padding is ignored, pages without an owner are counted."""
+    page_state, ok_A = pages.drop(state.pages, page_A, page_A > PADDING_PAGE)
+    return _count_refused(dataclasses.replace(state, pages=page_state), page_A, ok_A)
+
+
+def _count_refused(state: PoolState, page_A: Int[Array, "A"], ok_A: Bool[Array, "A"]) -> PoolState:
+    refused = jnp.sum((page_A > PADDING_PAGE) & ~ok_A, dtype=jnp.int32)
+    return dataclasses.replace(state, refused=state.refused + refused)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

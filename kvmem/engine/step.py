@@ -11,6 +11,7 @@ device, so a step that is already launched drops the row too, before the host ha
 import dataclasses
 import enum
 import functools
+import logging
 import typing
 from collections.abc import Callable
 
@@ -62,6 +63,7 @@ class PoolState:
       token_B: the last token of each row, which the next decode step feeds.
       sampler: sampling parameters of each row.
       step: steps taken.
+      refused: holds of the prefix tree, given or taken since the last step, on pages that nobody owned.
     """
 
     pages: PageState
@@ -72,6 +74,7 @@ class PoolState:
     token_B: Int[Array, "B"]
     sampler: SamplerRows
     step: Int[Array, ""]
+    refused: Int[Array, ""]
 
 
 @typing.no_type_check
@@ -85,7 +88,7 @@ class StepReport:
       promised: of a prefill step, the pages of each row and their generations, for the prefix tree.
     """
 
-    outcome: Int[Array, "6 B"]
+    outcome: Int[Array, "7 B"]
     check: IntegrityReport | None
     promised: Expectation | None
 
@@ -97,6 +100,7 @@ class Outcome(typing.NamedTuple):
       ran: rows that were asked for, passed the check and produced a token. token, logprob: that token.
       cause: of each row after the step, a Cause.
       free: free pages of the pool after the step. page_checks: pages of rows that the step compared.
+      refused: as in PoolState.
     """
 
     ran: list[bool]
@@ -105,19 +109,19 @@ class Outcome(typing.NamedTuple):
     cause: list[int]
     free: int
     page_checks: int
+    refused: int
 
 
 def read(report: StepReport) -> Outcome:
     """Waits for a step and reads its outcome."""
     outcome = np.asarray(report.outcome)
-    ran, token, logprob, cause, free, page_checks = outcome
+    ran, token, logprob, cause, *scalars = outcome
     return Outcome(
         ran.astype(bool).tolist(),
         token.tolist(),
         logprob.view(np.float32).tolist(),
         cause.tolist(),
-        int(free[0]),
-        int(page_checks[0]),
+        *(int(scalar_B[0]) for scalar_B in scalars),
     )
 
 
@@ -177,22 +181,27 @@ def init(
         token_B=jnp.zeros(num_rows, jnp.int32),
         sampler=sampling.init(num_rows),
         step=jnp.zeros((), jnp.int32),
+        refused=jnp.zeros((), jnp.int32),
     )
 
 
-def guard(config: StepConfig, state: PoolState, mask_B: Bool[Array, "B"]) -> IntegrityReport:
-    """Runs the configured detector over the masked rows."""
-    return integrity.guard(
-        config.detector,
-        state.pages,
-        state.expectation,
-        mask_B,
-        kv=state.kv,
-        digests=state.digests,
-        pages_per_row=config.digest_pages,
-        step=state.step,
-        axis=config.axis,
-    )
+def guard(config: StepConfig, state: PoolState, mask_B: Bool[Array, "B"]) -> IntegrityReport | None:
+    """Runs the configured detector over the masked rows; None, which fails them all, if it raises."""
+    try:
+        return integrity.guard(
+            config.detector,
+            state.pages,
+            state.expectation,
+            mask_B,
+            kv=state.kv,
+            digests=state.digests,
+            pages_per_row=config.digest_pages,
+            step=state.step,
+            axis=config.axis,
+        )
+    except Exception:  # whatever it is, requests without a check must not be served
+        logging.getLogger(__name__).exception("the integrity check raised: every row of the step fails")
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,11 +272,18 @@ def _step(
             cause_B,
             jnp.full_like(cause_B, state.pages.free_count),
             jnp.full_like(cause_B, rows.page_checks),
+            jnp.full_like(cause_B, state.refused),
         ]
     )
     report = StepReport(outcome=outcome, check=rows.check, promised=None)
     state = dataclasses.replace(
-        state, kv=kv, digests=digests, cause_B=cause_B, token_B=token_B, step=state.step + 1
+        state,
+        kv=kv,
+        digests=digests,
+        cause_B=cause_B,
+        token_B=token_B,
+        step=state.step + 1,
+        refused=jnp.zeros_like(state.refused),
     )
     return state, report
 
