@@ -71,6 +71,9 @@ def _record(body: Body, config: ConfigDict, workdir: pathlib.Path, resume: bool)
             directory, command=_command(), config=config.to_dict(), resume=resume, root=ROOT
         ) as recorder:
             path = recorder.path
+            recorder.notes["integrity_coverage"] = (
+                "no pool was served"  # a launcher that serves says what was
+            )
             body(config, recorder)
     except KeyboardInterrupt as error:
         print(f"interrupted {error}".strip(), file=sys.stderr)

@@ -55,6 +55,9 @@ def main(config: ConfigDict, recorder: record.Recorder) -> None:
         print(f"{name} {value:.6g}")
     import jax  # only now: a parent that holds the devices' memory would leave the parts none
 
+    from kvmem.cache import integrity
+
+    recorder.notes["integrity_coverage"] = integrity.coverage("tags")
     print(f"devices: {jax.devices()}")
     if all(why for why, _ in ended.values()):
         raise RuntimeError(f"every part failed: {recorder.notes['parts']}")

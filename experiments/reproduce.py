@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from experiments import aggregate, arithmetic, claims, demo, figures, forensics, launch, report, tables
 from experiments.claims import Found
 from kvmem import record
+from kvmem.cache import integrity
 
 
 def metrics() -> dict[str, float]:
@@ -26,6 +27,8 @@ def metrics() -> dict[str, float]:
 def main(config: ConfigDict, run: record.Recorder) -> None:
     """Runs the job; see the module."""
     run.seeds["weights_and_requests"] = config.seed
+    if config.models:
+        run.notes["integrity_coverage"] = {name: integrity.coverage(name) for name in demo.DETECTORS}
     served: dict[str, Any] = {}
     weights: dict[str, str] = {}
     for model in config.models:

@@ -58,6 +58,7 @@ def test_run_that_ends_well_prints_its_record_last(launch, tmp_path):
     assert last == {"record": str(tmp_path / "run" / "record.json"), "status": "ok"}
     found = record.read(last["record"])
     assert found["metrics"] == {"pages": 5}
+    assert found["env"]["integrity_coverage"] == "no pool was served"
     assert found["config"] == {"pages": 5, "fail": ""}
 
 
