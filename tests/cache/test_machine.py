@@ -278,7 +278,7 @@ def _share_that_does_not_count(state, *args):
 @pytest.mark.parametrize(
     ("operation", "mutant"),
     [
-        pytest.param("release", _release_that_keeps_generations, id="generation_kept_at_release"),
+        pytest.param("release", _release_that_keeps_generations, id="A1_A2_generation_kept_at_release"),
         pytest.param("release", _release_that_frees_pinned, id="A3_pinned_page_freed"),
         pytest.param("release", _release_that_trusts_the_table, id="E2_abort_trusts_the_table"),
         pytest.param("append", _append_that_overallocates, id="refusal_reported_as_success"),

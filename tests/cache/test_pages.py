@@ -136,14 +136,14 @@ def test_share_of_an_older_generation_is_refused():
     assert not bool(ok)
 
 
-def test_drop_twice_or_unowned_is_refused_entry_by_entry():
+def test_A7_A8_drop_twice_or_unowned_is_refused_entry_by_entry():
     state, _ = pages.append(_pool(), _i32(5, 0, 0))
     after, ok_A = pages.drop(state, _i32(1, 1, 2, 0, -1, 7), _mask(1, 1, 1, 1, 1, 1))
     assert ok_A.tolist() == [True, False, False, False, False, False]
     assert after.references_P.tolist() == [0] * 7
 
 
-def test_pin_keeps_a_released_page_from_its_next_owner_until_unpin():
+def test_A3_pin_keeps_a_released_page_from_its_next_owner_until_unpin():
     state, _ = pages.append(_pool(num_pages=3), _i32(5, 0, 0))
     state, ok_A = pages.pin(state, _i32(1, 2), _mask(1, 1))
     assert ok_A.tolist() == [True, False]  # page 2 is free: nobody can pin it
@@ -208,3 +208,16 @@ def test_violations_of_a_broken_state_names_the_invariant(change, found):
 def test_init_with_an_impossible_size_names_it(size):
     with pytest.raises(ValueError, match=f"{size} is 0"):
         pages.init(**{"num_pages": 7, "num_rows": 3, "max_pages": 4, "page_size": 5, size: 0})
+
+
+def test_A7_retract_and_resume_in_a_pool_of_six_pages_returns_the_free_count_to_its_start():
+    state, _ = pages.append(_pool(), _i32(12, 3, 0))
+    start, held_M = int(state.free_count), state.table_BM[0]
+    for _ in range(3):
+        state, _ = pages.release(state, _mask(1, 0, 0))
+        state, ok_B = pages.append(state, _i32(12, 0, 0))
+        assert ok_B.tolist() == [True] * 3
+        assert (int(state.free_count), pages.violations(state)) == (start, [])
+    state, _ = pages.release(state, _mask(1, 0, 0))
+    _, ok_A = pages.drop(state, held_M, held_M > 0)
+    assert not np.any(ok_A)  # freed already

@@ -169,6 +169,12 @@ def test_C8_C9_nan_left_in_pages_reads_as_zero_behind_the_new_owners_tokens(layo
         assert np.array_equal(a, b)
 
 
+def test_C8_without_the_cut_at_the_length_the_tail_is_nan(monkeypatch):
+    monkeypatch.setattr(store, "_harmless_tail", lambda x, _: x.reshape(x.shape[0], -1, x.shape[-1]))
+    kv = store.write_latent(_poisoned(_pool("fp8_576")), 1, PAGE_BT, OFFSET_BT, _tokens(SHAPE.width))
+    assert np.isnan(store.gather_latent(kv, 1, TABLE_BM, jnp.float32, LENGTH_B)).any()
+
+
 def test_C8_raw_bytes_of_the_poisoned_tail_are_nan():
     kv = _poisoned(_pool("fp8_576"))
     raw = kv.values[1, 3].astype(jnp.uint8)
@@ -187,6 +193,12 @@ def test_A10_write_to_the_padding_page_stores_zeros(layout):
     kv = store.write_index(kv, 1, jnp.zeros_like(PAGE_BT), OFFSET_BT, _tokens(SHAPE.index_dim))
     for name in store.POOLS:
         assert getattr(kv, name) is None or not np.any(getattr(kv, name))
+
+
+def test_A10_without_blanking_the_padding_page_would_hold_tokens(monkeypatch):
+    monkeypatch.setattr(store, "_blank_padding", lambda page_BT, x_BTW: x_BTW)
+    kv = store.write_latent(_pool(), 2, jnp.zeros_like(PAGE_BT), OFFSET_BT, _tokens(SHAPE.width))
+    assert np.any(kv.values[:, 0])
 
 
 @pytest.mark.parametrize("page", [PAGES, PAGES + 3, -1])
@@ -219,6 +231,17 @@ def test_A19_B9_raw_pages_of_another_layout_cannot_be_imported():
     same_shape = store.init(SHAPE, "bf16_576", "index_bf16", num_pages=PAGES, page_size=4)
     with pytest.raises(ValueError, match="cannot be put into pages"):
         store.import_pages(same_shape, jnp.asarray([1], jnp.int32), block)
+
+
+def test_A19_a_layout_guessed_from_the_shape_would_give_other_values():
+    """bf16_576 and fp8_576 have arrays of one shape: what tells them apart is the label that travels."""
+    kv = store.write_latent(_pool("bf16_576"), 0, PAGE_BT, OFFSET_BT, _tokens(SHAPE.width))
+    moved_A = jnp.asarray([4, 2], jnp.int32)
+    guessed = dataclasses.replace(store.export_pages(kv, moved_A), layout="fp8_576")
+    low = {name: pool.astype(jnp.uint8) for name, pool in guessed.pools.items() if name == "values"}
+    back = store.import_pages(_pool("fp8_576"), moved_A, dataclasses.replace(guessed, pools=low))
+    right, wrong = (store.gather_latent(pool, 0, TABLE_BM, jnp.float32)[0, :6] for pool in (kv, back))
+    assert np.abs(right - wrong).max() > 1
 
 
 def test_copy_pages_copies_all_layers_and_leaves_others():

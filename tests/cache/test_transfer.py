@@ -178,6 +178,17 @@ def test_deliver_of_an_order_that_does_not_hold_writes_nothing(fault, status):
     assert not np.any(sealed.tokens_P)
 
 
+def test_B1_B3_deliver_that_does_not_look_at_generations_moves_reused_pages(monkeypatch):
+    """The mutation: pages have been given to another request, and bytes are moved all the same."""
+    monkeypatch.setattr(transfer, "_still", lambda state, page_A, generation_A: jnp.ones(page_A.shape, bool))
+    (source, source_kv, _), (destination, kv) = _source(), _destination()
+    for fault in (_source_reused, _destination_reused):
+        args = fault((_order(source, destination), source, source_kv, destination, kv, ORIGIN))
+        after, _, _, status = transfer.deliver(*args)
+        assert int(status) == Status.OK
+        assert not np.array_equal(after.values, kv.values)
+
+
 @functools.partial(jax.jit, static_argnames="convert_at")
 def _ship_and_land(order, source, source_kv, destination, kv, origin, digests, empty, convert_at):
     """Both halves of a hand-over across devices, converted at the sender or at the receiver."""

@@ -101,7 +101,7 @@ def test_load_index_that_lists_a_tensor_elsewhere_is_refused(copied):
 
 
 @pytest.mark.parametrize("suffix", ["_packed", "_scale", "_shape"])
-def test_load_missing_expert_tensor_names_the_expert(changed, suffix):
+def test_D9_load_missing_expert_tensor_names_the_expert(changed, suffix):
     with pytest.raises(ValueError, match=rf"1 tensors .* missing: .*layers\.2\.mlp\.experts\.7\..*{suffix}"):
         hf.load(changed("kimi_int4", {EXPERT + suffix: None}), "int4_group")
 
@@ -112,7 +112,7 @@ def test_load_missing_fp8_scale_names_the_expert(changed):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
-def test_load_nonfinite_int4_scale_names_the_expert(changed, checkpoints, bad):
+def test_D9_load_nonfinite_int4_scale_names_the_expert(changed, checkpoints, bad):
     scale = tensor(checkpoints, "kimi_int4", EXPERT + "_scale")
     scale[5, 3] = bad
     with pytest.raises(
@@ -139,7 +139,7 @@ def test_load_nonfinite_plain_weight_is_named(changed, checkpoints):
         hf.load(changed("glm_bf16", {"model.norm.weight": norm}), "bf16")
 
 
-def test_load_foreign_scale_dtype_is_refused(changed, checkpoints):
+def test_D3_load_foreign_scale_dtype_is_refused(changed, checkpoints):
     scale = tensor(checkpoints, "kimi_int4", EXPERT + "_scale").astype(np.float16)
     with pytest.raises(ValueError, match=r"experts\.7\.down_proj\.weight_scale has dtype F16, must be BF16"):
         hf.load(changed("kimi_int4", {EXPERT + "_scale": scale}), "int4_group")
@@ -162,7 +162,7 @@ def test_load_wrong_shape_and_wrong_weight_shape_are_refused(changed, checkpoint
     [("_g_idx", "act-order"), ("_zero_point", "asymmetric INT4")],
     ids=["g_idx", "zero_point"],
 )
-def test_load_act_order_and_asymmetric_weights_are_refused(changed, suffix, scheme):
+def test_D3_load_act_order_and_asymmetric_weights_are_refused(changed, suffix, scheme):
     with pytest.raises(ValueError, match=rf"experts\.7\.down_proj\.weight{suffix}: {scheme}"):
         hf.load(changed("kimi_int4", {EXPERT + suffix: np.zeros(256, np.int32)}), "int4_group")
 
@@ -222,7 +222,7 @@ def cache_scales(values):
     }
 
 
-def test_load_calibrated_cache_scale_is_an_error_until_accepted_then_reported(changed):
+def test_C2_load_calibrated_cache_scale_is_an_error_until_accepted_then_reported(changed):
     directory = changed("glm_fp8", cache_scales({(i, k): 0.25 for i in range(8) for k in "kv"}))
     with pytest.raises(ValueError, match=r"calibrated cache scale 0.25: pass accept_cache_scale=True"):
         hf.load(directory, "fp8_block")
@@ -231,7 +231,7 @@ def test_load_calibrated_cache_scale_is_an_error_until_accepted_then_reported(ch
     assert report.unused == ()
 
 
-def test_load_two_scales_for_one_latent_row_are_refused(changed):
+def test_C4_load_two_scales_for_one_latent_row_are_refused(changed):
     directory = changed("glm_fp8", cache_scales({(4, "k"): 0.25, (4, "v"): 0.5}))
     with pytest.raises(ValueError, match=r"cache scales differ .*k_scale = 0.25.*v_scale = 0.5"):
         hf.load(directory, "fp8_block", accept_cache_scale=True)

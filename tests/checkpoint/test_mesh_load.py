@@ -31,7 +31,7 @@ def test_load_over_eight_ranks_has_the_same_bits_in_the_declared_layout(checkpoi
     assert split_somewhere >= 8
 
 
-def test_load_group_larger_than_a_rank_holds_names_k_shards_and_group(checkpoints):
+def test_D5_load_group_larger_than_a_rank_holds_names_k_shards_and_group(checkpoints):
     config = dataclasses.replace(get_config("glm_tiny_tp8"), int4_group=64)
     with pytest.raises(ValueError, match=r"moe\.down: K=256 over 8 shards is 32 .* group of 64"):
         hf.load(checkpoints["glm_fp8"], "int4_group", mesh=mesh.make_mesh(RANKS), config=config)

@@ -86,7 +86,7 @@ def test_gptq_group_that_does_not_divide_is_refused():
         quantize.gptq(jnp.ones((3, 40)), jnp.eye(40), 32)
 
 
-def test_gptq_experts_use_their_own_tokens_and_few_tokens_round_to_nearest():
+def test_D10_gptq_experts_use_their_own_tokens_and_few_tokens_round_to_nearest():
     w = jax.random.normal(jax.random.key(5), (3, 16, 64))
     x = correlated_inputs(300, 64, 6)
     routed = np.zeros((300, 3), bool)

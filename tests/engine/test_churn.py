@@ -40,7 +40,7 @@ def soak(make_engine, solo, count: int, check_each: int) -> None:
     assert found["prefill_pages.free"] + found["prefix_pages"] == engine.config.prefill_pages - 1
 
 
-def test_churn_every_answer_equals_solo_and_pages_are_conserved(make_engine, solo):
+def test_B8_churn_every_answer_equals_solo_and_pages_are_conserved(make_engine, solo):
     soak(make_engine, solo, count=150, check_each=1)
 
 

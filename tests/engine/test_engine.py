@@ -46,7 +46,7 @@ def test_run_after_warm_up_compiles_nothing(make_engine):
     assert engine.recompilations == 0
 
 
-def test_inject_stale_mapping_aborts_one_request_and_leaves_the_others_identical(make_engine, solo):
+def test_E6_inject_stale_mapping_aborts_one_request_and_leaves_the_others_identical(make_engine, solo):
     engine = make_engine()
     requests = [dataclasses.replace(r, max_new_tokens=9) for r in some_requests(4, seed=3)]
     for request in requests:

@@ -85,7 +85,7 @@ def test_transfer_fault_with_a_retry_budget_answers_in_full(make_engine, solo):
     )  # nothing published twice
 
 
-def test_retry_budget_stops_a_storm(make_engine):
+def test_E9_retry_budget_stops_a_storm(make_engine):
     engine = make_engine(prefix_cache=False, retry_budget=3, retry_budget_per_1000=500)
     engine.inject(dies, "transfer")  # every transfer fails
     results = run_all(engine, some_requests(4, seed=14))
@@ -125,7 +125,7 @@ def test_digest_flipped_bit_in_a_live_page_is_seen_even_by_sampling_and_tags_alo
     assert outcome == {"tags": "length", "tags_digest": "integrity"}
 
 
-def test_check_that_did_not_run_fails_every_row_and_publishes_nothing(make_engine, monkeypatch):
+def test_E1_E7_check_that_did_not_run_fails_every_row_and_publishes_nothing(make_engine, monkeypatch):
     engine = make_engine()
     state = jax.tree.map(jnp.copy, engine.state("prefill"))
     state = dataclasses.replace(state, cause_B=jnp.zeros_like(state.cause_B))

@@ -63,7 +63,7 @@ def test_prefix_other_tenant_shares_nothing(make_engine):
     assert engine.run(theirs[1:])[0].cached_tokens == 8
 
 
-def test_prefix_cancelled_prefill_leaves_no_pages_behind(make_engine):
+def test_A6_A15_cancelled_prefill_leaves_no_pages_behind(make_engine):
     engine = make_engine()
     long = Request("long", tuple(range(1, 29)), 3, FIXED)
     engine.submit(long)

@@ -102,7 +102,7 @@ def test_quantize_tiles_width_not_a_multiple_is_refused():
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(64, 96), (80, 70), (5, 33)], ids=["whole", "edge", "less"])
-def test_quantize_blocks_odd_shapes_are_exact_after_unpadding(rows, cols):
+def test_D6_quantize_blocks_odd_shapes_are_exact_after_unpadding(rows, cols):
     # Each block's values are multiples of its scale that e4m3 holds exactly, so the round trip is exact.
     rng = np.random.default_rng(rows)
     w = rng.integers(-16, 16, (3, rows, cols)).astype(np.float32) * 28.0 / 448.0

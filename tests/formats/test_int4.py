@@ -23,7 +23,7 @@ def reference_pack(q: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("as_array", BACKENDS, ids=IDS)
-def test_pack_int32_every_value_in_every_lane_is_bit_exact(as_array):
+def test_D8_pack_int32_every_value_in_every_lane_is_bit_exact(as_array):
     # Row r holds the value r - 8 in lane r % 8 and others elsewhere: every value visits every lane over rows.
     q = np.array([[(r + 3 * k) % 16 - 8 for k in range(48)] for r in range(16)]).astype(ml_dtypes.int4)
     packed = int4.pack_int32(as_array(q))
@@ -32,14 +32,14 @@ def test_pack_int32_every_value_in_every_lane_is_bit_exact(as_array):
     assert int4.unpack_int32(packed).dtype == ml_dtypes.int4
 
 
-def test_pack_int32_swapped_nibbles_would_be_seen():
+def test_D8_pack_int32_swapped_nibbles_would_be_seen():
     q = np.arange(-8, 8).reshape(2, 8).astype(ml_dtypes.int4)
     swapped = q.reshape(2, 4, 2)[..., ::-1].reshape(2, 8)
     assert (int4.pack_int32(swapped) != reference_pack(q.astype(np.int8))).all()
 
 
 @given(hnp.arrays(np.int8, st.tuples(st.integers(2, 4), st.integers(1, 29)), elements=st.integers(-8, 7)))
-def test_unpack_int32_any_width_is_exact_after_unpadding(q):
+def test_D6_unpack_int32_any_width_is_exact_after_unpadding(q):
     packed = int4.pack_int32(q.astype(ml_dtypes.int4))
     np.testing.assert_array_equal(packed, reference_pack(q))
     np.testing.assert_array_equal(int4.unpack_int32(packed, q.shape[-1]).astype(np.int8), q)
@@ -88,7 +88,7 @@ def test_quantize_groups_values_on_the_grid_are_exact():
     np.testing.assert_array_equal(int4.dequantize_groups(q, scale, jnp.float32), w)
 
 
-def test_quantize_groups_zero_and_tiny_groups_have_finite_scales_and_zeros():
+def test_D9_quantize_groups_zero_and_tiny_groups_have_finite_scales_and_zeros():
     w = jnp.concatenate([jnp.zeros((3, 16)), jnp.full((3, 16), 1e-39), jnp.full((3, 16), 7.5)], axis=-1)
     q, scale = int4.quantize_groups(w, 16)
     np.testing.assert_array_equal(np.asarray(scale, np.float32), [[1.0, 1.0, 1.0]] * 3)

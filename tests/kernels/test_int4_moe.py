@@ -106,7 +106,7 @@ INTERPRETED_CASES = [
     [("xla", case) for case in XLA_CASES] + [("interpreter", case) for case in INTERPRETED_CASES],
     ids=str,
 )
-def test_int4_moe_any_load_matches_the_oracle(implementation, case):
+def test_D12_D14_int4_moe_any_load_matches_the_oracle(implementation, case):
     args = make(case)
     assert row_error(case, args, run(implementation, case, args)).max() < TOLERANCE
 
@@ -134,7 +134,7 @@ def test_int4_moe_mutated_input_exceeds_the_tolerance(name):
     assert row_error(case, args, run("xla", case, MUTATIONS[name](args))).min() > 5 * TOLERANCE
 
 
-def test_int4_moe_large_activations_stay_finite():
+def test_D11_int4_moe_large_activations_stay_finite():
     case = Case(3, 4, 256, 128, 2)
     args = make(case)
     args = ((args[0].astype(jnp.float32) * 1e9).astype(jnp.bfloat16), *args[1:])

@@ -112,7 +112,7 @@ CONTRACT = [
 
 
 @pytest.mark.parametrize(("implementation", "layout", "tokens", "heads"), CONTRACT)
-def test_mla_decode_every_length_matches_oracle(implementation, layout, tokens, heads):
+def test_C10_mla_decode_every_length_matches_oracle(implementation, layout, tokens, heads):
     case = make_case(layout, tokens, heads)
     out, lse = attend(layout, implementation, case)
     expected_out, expected_lse = case.expected(layout)

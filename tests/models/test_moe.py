@@ -78,3 +78,25 @@ def test_kernel_experts_other_formats_are_refused():
     bf16 = jnp.zeros((3, 8, 2, 32, 64), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="reads INT4"):
         moe.kernel_experts(jnp.asarray(X_TD), *moe.route(WEIGHTS, CONFIG, jnp.asarray(X_TD)), bf16, bf16, 0)
+
+
+@pytest.mark.parametrize("cut", ["with_their_columns", "mutation_from_the_next_rank"])
+def test_D2_scales_of_the_second_product_are_cut_with_their_columns(cut):
+    """Ranks hold columns of ``down`` and the scales of these; their parts add up to the whole product."""
+    ranks, group = 4, (1, 16)
+    gate_up = jnp.asarray(RANDOM.standard_normal((8, 2, 128, 64)) / 8, jnp.float32)
+    down = jnp.asarray(RANDOM.standard_normal((8, 64, 128)) * RANDOM.uniform(0.1, 2.0, 128) / 11, jnp.float32)
+    gate_up, down = (qtensor.quantize(w, "int4_group", group) for w in (gate_up, down))
+    expert_TK, weight_TK = moe.route(WEIGHTS, CONFIG, jnp.asarray(X_TD))
+    run = jax.jit(moe.experts)
+    whole = np.asarray(run(jnp.asarray(X_TD), expert_TK, weight_TK, gate_up, down))
+    parts = []
+    for rank in range(ranks):
+        scale = rank if cut == "with_their_columns" else (rank + 1) % ranks
+        rows, columns = slice(32 * rank, 32 * (rank + 1)), slice(2 * scale, 2 * (scale + 1))
+        mine = dataclasses.replace(gate_up, data=gate_up.data[:, :, rows], scale=gate_up.scale[:, :, rows])
+        second = dataclasses.replace(down, data=down.data[..., rows], scale=down.scale[..., columns])
+        parts.append(np.asarray(run(jnp.asarray(X_TD), expert_TK, weight_TK, mine, second)))
+    error = np.abs(np.sum(parts, axis=0) - whole).max() / np.abs(whole).max()
+    # f32 sums of 128 terms in another order: 128 x 2^-24.
+    assert (error < 2e-5) == (cut == "with_their_columns")

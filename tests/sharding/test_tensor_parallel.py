@@ -61,7 +61,7 @@ def steps(config, step, tree, place):
 
 
 @pytest.mark.parametrize(("name", "weights"), CASES, ids=["kimi", "glm"])
-def test_sharded_forward_eight_ranks_equal_one(name, weights):
+def test_D2_sharded_forward_eight_ranks_equal_one(name, weights):
     config, specs, tree = setup(name, weights)
     one = steps(config, jax.jit(lambda p, kv, b: decoder.forward(p, config, kv, b)), tree, lambda x: x)
     tp = mesh.make_mesh(8)
