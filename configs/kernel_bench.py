@@ -34,7 +34,10 @@ def get_config(argument: str = "") -> ConfigDict:
     config.mla_ragged_shapes = () if quick else ((8, 64, 8192),)  # Zipf's lengths of this mean
     # Tiles beside the tuned ones, at the 64 x 8,192 shape of FP8.
     config.mla_variants = () if quick else (("consumers", 3, "stages", 3), ("words", 4), ("token_part", 32))
-    config.moe_tokens = (8,) if quick else (1, 8, 16, 32, 64, 256, 1024)
+    config.moe_tokens = (8,) if quick else (1, 8, 16, 32, 64, 256, 1024, 4096)
+    config.moe_loads = (
+        () if quick else ((64, "zipf"), (64, "one"), (1024, "zipf"), (1024, "one"))
+    )  # of group 32
     config.moe_groups = (32,) if quick else (32, 128)
     config.moe_models = ("kimi",) if quick else ("kimi", "glm")
     config.layer_models = ("kimi",) if quick else ("kimi", "glm")

@@ -25,7 +25,7 @@ from experiments import bench_moe, bench_timing
 from kvmem import record
 from kvmem.models import get_config
 from kvmem.models.config import ModelConfig
-from pallas_kernels import int4_moe, mla_decode, mla_prologue, skinny_matmul
+from pallas_kernels import int4_moe, mla_decode, mla_prologue, router, skinny_matmul
 
 LAYERS, DISTINCT, PAGE = 16, 4, 64
 GROUP = 32
@@ -104,20 +104,6 @@ def _normed_matmul(x, w):
     return _matmul(x, w) * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + EPSILON)
 
 
-def choose(logits_TE, bias_E, choices: int, factor: float):
-    """Sigmoid router; the top ``choices`` by rank, ties to the lower expert: reductions and no sort."""
-    affinity = jax.nn.sigmoid(logits_TE)
-    score = affinity + bias_E[None, :]
-    which = jnp.arange(score.shape[1], dtype=jnp.int32)
-    tie = (which[None, :] < which[:, None])[None]
-    above = (score[:, None, :] > score[:, :, None]) | ((score[:, None, :] == score[:, :, None]) & tie)
-    rank = jnp.sum(above, axis=2, dtype=jnp.int32)
-    at = rank[:, None, :] == jnp.arange(choices, dtype=jnp.int32)[None, :, None]
-    expert = jnp.sum(jnp.where(at, which[None, None, :], 0), axis=2, dtype=jnp.int32)
-    weight = jnp.sum(jnp.where(at, affinity[:, None, :], 0.0), axis=2)
-    return expert, weight / jnp.sum(weight, axis=1, keepdims=True) * factor
-
-
 class Places(NamedTuple):
     """Where a step's tokens stand: what every layer shares."""
 
@@ -173,10 +159,14 @@ def layer_step(model: ModelConfig, layout: str, y, x, values, w, next_w, stacks,
     with jax.named_scope("experts"):
         normed = _norm(x)
         logits = _project(normed[:, None], w["router"])
-        expert, weight = choose(logits, w["bias"], model.experts_per_token, model.routed_scaling_factor)
         w_up, s_up, w_down, s_down = stacks
+        tiles = int4_moe.choose_config(rows * model.experts_per_token, x.shape[1], w_down.shape[-1])
+        expert, weight, prepared = router.choose_and_route(
+            logits, w["bias"], normed, y % DISTINCT, tokens=tiles.tokens,
+            choices=model.experts_per_token, factor=model.routed_scaling_factor,
+        )  # fmt: skip
         routed = int4_moe.int4_moe(
-            normed, expert, weight, w_up, s_up, w_down, s_down, y % DISTINCT, group=GROUP
+            normed, expert, weight, w_up, s_up, w_down, s_down, y % DISTINCT, group=GROUP, prepared=prepared
         )
         hidden = _project(normed[:, None], w["shared_up"], gated=True)
         x = _project(hidden[:, None], w["shared_down"], x, routed, prefetch=(next_w["qkv_a"],))

@@ -56,11 +56,23 @@ def weights(model: ModelConfig, group: int, layers: int, seed: int) -> tuple[jax
     )
 
 
-def batch(model: ModelConfig, tokens: int, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens with uniformly drawn, distinct experts and router weights."""
+def batch(
+    model: ModelConfig, tokens: int, seed: int, load: str = "uniform"
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens with drawn, distinct experts and router weights.
+
+    ``load``: "uniform"; "zipf", the n-th expert drawn in proportion to n^-1.5, so that most get nothing;
+    "one", an expert that every token has, the others uniform.
+    """
     keys = jax.random.split(jax.random.key(seed), 3)
     x_TD = jax.random.normal(keys[0], (tokens, model.hidden_size)).astype(jnp.bfloat16)
-    score_TE = jax.random.uniform(keys[1], (tokens, model.num_experts))
+    score_TE = jax.random.gumbel(keys[1], (tokens, model.num_experts))
+    if load == "zipf":
+        score_TE -= 1.5 * jnp.log(jnp.arange(1.0, model.num_experts + 1.0))[None, :]
+    elif load == "one":
+        score_TE = score_TE.at[:, 1].set(jnp.inf)
+    elif load != "uniform":
+        raise ValueError(f"load={load!r}: uniform, zipf or one")
     expert_TK = jax.lax.top_k(score_TE, model.experts_per_token)[1].astype(jnp.int32)
     return x_TD, expert_TK, jax.nn.softmax(jax.random.normal(keys[2], expert_TK.shape), axis=1)
 
@@ -97,22 +109,24 @@ def run(
     recorder: record.Recorder,
     seed: int = 0,
     *,
+    loads: Sequence[tuple[int, str]] = (),
     deadline: float = math.inf,
 ) -> list[str]:
     """Measure one model at one group size and record ``int4_moe.<name>.g<group>.m<tokens>.*``; table rows.
 
-    Batches that ``deadline`` (on time.monotonic) does not leave time for are recorded as absent.
+    ``batches`` are loaded uniformly; ``loads`` adds (tokens, load) of ``batch``, whose metrics have the
+    load's name after the tokens. What ``deadline`` (on time.monotonic) leaves no time for is absent.
     """
     model = get_config(NAMES[name])
     stacks = weights(model, group, 1, seed)
     rows = []
-    for tokens in batches:
-        key = f"int4_moe.{name}.g{group}.m{tokens}"
+    for tokens, load in (*((tokens, "uniform") for tokens in batches), *loads):
+        key = f"int4_moe.{name}.g{group}.m{tokens}" + ("" if load == "uniform" else f".{load}")
         if time.monotonic() > deadline:
             recorder.absent(f"{key}.us", "the time of this run was used up")
             continue
         repetitions = max(2, min(12, 400 // tokens))
-        inputs = [batch(model, tokens, seed + i) for i in range(repetitions)]
+        inputs = [batch(model, tokens, seed + i, load) for i in range(repetitions)]
         kernel = jax.jit(functools.partial(int4_moe.int4_moe, group=group))
 
         @jax.jit
@@ -125,7 +139,7 @@ def run(
         error = worst_row_error(out[:some].astype(jnp.float32), want)
         if not error < TOLERANCE:
             raise RuntimeError(
-                f"int4_moe {name} g{group} m{tokens}: error {error:.2e}, tolerance {TOLERANCE}"
+                f"int4_moe {name} g{group} m{tokens} {load}: error {error:.2e}, tolerance {TOLERANCE}"
             )
         timing = bench_timing.measure(functools.partial(program, inputs, stacks), repetitions)
         distinct = float(np.mean([len(np.unique(np.asarray(each[1]))) for each in inputs]))
@@ -143,11 +157,11 @@ def run(
         recorder.metric(f"{key}.gbps", gbps)
         recorder.metric(f"{key}.tflops", flops / timing.us / 1e6)
         recorder.metric(f"{key}.ceiling_share", gbps / bench_timing.PEAK_GBPS)
-        rival = MARLIN_US[name].get(tokens) if group == 32 else None
+        rival = MARLIN_US[name].get(tokens) if (group, load) == (32, "uniform") else None
         if rival:
             recorder.metric(f"{key}.marlin_us", rival)
         rows.append(
-            f"{key:28s} {timing.us:8.1f} us {gbps:6.0f} GB/s  err {error:.1e} launches {timing.launches:4.1f}"
+            f"{key:32s} {timing.us:8.1f} us {gbps:6.0f} GB/s  err {error:.1e} launches {timing.launches:4.1f}"
             + (f"  marlin {rival:6.1f} ({rival / timing.us:.2f}x)" if rival else "")
         )
         print(rows[-1], flush=True)

@@ -69,8 +69,9 @@ def _moe(config: ConfigDict, recorder: record.Recorder) -> None:
     for group in config.moe_groups:
         for model in config.moe_models:
             tokens = config.moe_tokens if group == 32 else config.moe_tokens[:5]
+            loads = config.moe_loads if group == 32 else ()
             deadline = _START + config.deadline_s["moe"]
-            bench_moe.run(model, group, tokens, recorder, config.seed, deadline=deadline)
+            bench_moe.run(model, group, tokens, recorder, config.seed, loads=loads, deadline=deadline)
 
 
 def _layer(config: ConfigDict, recorder: record.Recorder) -> None:

@@ -13,6 +13,7 @@ order (:func:`permute_k`): a sum over K does not care.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,11 @@ def permute_k(x: jax.Array) -> jax.Array:
     return jnp.transpose(split, (*lead, x.ndim + 1, x.ndim + 3, x.ndim, x.ndim + 2)).reshape(x.shape)
 
 
+def permuted_words(t, words: list) -> list:
+    """Of a thread program: 8 consecutive bf16, number 4t + w of a run of 128, as its words 16w + 4i + t."""
+    return [t.pick_bytes(words[i // 2], words[2 + i // 2], 0x7632 if i % 2 else 0x5410) for i in range(4)]
+
+
 def _i32(value: int) -> ir.Value:
     return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
 
@@ -83,7 +89,14 @@ def _at(ref: ir.Value, offset: ir.Value, dtype: ir.Type) -> ir.Value:
 
 
 def dequantize(
-    w_smem, scale_smem, warp_rows, first_group: jax.Array, *, group: int, row_stride: int
+    w_smem,
+    scale_smem,
+    warp_rows,
+    first_group: jax.Array,
+    *,
+    group: int,
+    row_stride: int,
+    split_columns: bool = False,
 ) -> tuple[jax.Array, ...]:
     """A warpgroup's 64 rows of INT4 times their scales, as A operands.
 
@@ -94,20 +107,20 @@ def dequantize(
         warp_rows: first row of warps 0-1 and of warps 2-3 in w_smem, two i32.
         first_group: the first group of this chunk inside a row of scale_smem.
         group: columns that share a scale: 32, 64 or 128.
+        split_columns: warps 0-1 take the first half of the columns, warps 2-3 the second; chunk is 256.
 
     Returns:
-        chunk / 64 arrays [64, 64] bf16, each product rounded to bf16, columns in the order of
-        :func:`permute_k`.
+        Arrays [64, 64] bf16, chunk / 64 of them or half as many if columns are split, each product rounded to
+        bf16, columns in the order of :func:`permute_k`.
     """
     chunk = w_smem.shape[-1]
+    count = chunk // 128 if split_columns else chunk // 64
     swizzle = chunk // 2
     part = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     tiled = plgpu.RefType((plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(swizzle)))
     splat = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(tiled, plgpu.RefType(), splat, splat, splat), return_type=(part,) * (chunk // 64)
-    )
+    @plgpu.inline_mgpu(arg_types=(tiled, plgpu.RefType(), splat, splat, splat), return_type=(part,) * count)
     def run(ctx, w_ref, scale_ref, low_rows, high_rows, first):
         del ctx
         i8, i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 16, 32))
@@ -122,17 +135,14 @@ def dequantize(
         scales: dict[tuple[int, int], ir.Value] = {}
         for half in range(2):
             row = _add(first_row, 8 * half)
-            for block in range(chunk // 128):
-                piece = arith.xori(_add(t, 4 * block), turn)
+            for block in range(count // 2):
+                column = arith.extui(i32, upper) if split_columns else _i32(block)
+                piece = arith.xori(_add(t, _mul(column, 4)), turn)
                 offset = _add(_mul(row, swizzle), _mul(piece, 16))
                 ptr = mgpu.utils.getelementptr(w_base, [offset], i8)
                 vector = llvm.load(ir.VectorType.get((4,), i32), ptr, alignment=16)
                 words[half, block] = [llvm.extractelement(vector, _i32(i)) for i in range(4)]
-                mine = (
-                    _add(t, 4 * block)
-                    if group == 32
-                    else _add(arith.divui(t, _i32(group // 32)), block * 128 // group)
-                )
+                mine = _add(arith.divui(t, _i32(group // 32)), _mul(column, 128 // group))
                 offset = _add(_mul(row, row_stride), _add(first.registers.item(), mine))
                 scale = llvm.load(i16, _at(scale_ref, offset, ir.BF16Type.get()), alignment=2)
                 scale = arith.extui(i32, scale)
@@ -140,7 +150,7 @@ def dequantize(
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
         four = llvm.StructType.get_literal([i32] * 4)
         out = []
-        for c in range(chunk // 64):
+        for c in range(count):
             block = c // 2
             registers = np.empty((8, 2), dtype=object)
             for w in range(2):
@@ -156,6 +166,25 @@ def dequantize(
         return tuple(out)
 
     return run(w_smem, scale_smem, *warp_rows, first_group)
+
+
+def _each_piece(count: int, per_row: int, rows, body: Callable[[ir.Value, ir.Value], None], first: int = 0):
+    """``body(n, piece)`` for the pieces of ``count`` rows, a thread a piece, while first + n < ``rows``."""
+    thread, *_ = _lane()
+    for step in range(count * per_row // 128):
+        index = _add(thread, 128 * step)
+        n, piece = arith.divui(index, _i32(per_row)), arith.remui(index, _i32(per_row))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, _add(n, first), rows.registers.item())
+        with mgpu.utils.when(inside):
+            body(n, piece)
+
+
+def _swizzled(n: ir.Value, piece: ir.Value, chunk: int) -> ir.Value:
+    """Byte offset of 16-byte piece ``piece`` of row n: tiles of (8, 64) bf16 with the 128-byte swizzle."""
+    in_tile = arith.remui(n, _i32(8))
+    tile = _add(_mul(arith.divui(n, _i32(8)), chunk // 64), arith.divui(piece, _i32(8)))
+    turned = arith.xori(arith.remui(piece, _i32(8)), in_tile)
+    return _add(_add(_mul(tile, 1024), _mul(in_tile, 128)), _mul(turned, 16))
 
 
 def load_tokens(token_gmem, token_smem, first_slot: jax.Array, rows: jax.Array) -> None:
@@ -193,24 +222,17 @@ def gather_rows(x_gmem, token_smem, x_smem, rows: jax.Array, first_column: jax.A
     def run(ctx, x_ref, token_ref, out_ref, rows, first_column):
         del ctx
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        thread, *_ = _lane()
-        per_row = chunk // 8
         base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(out_ref))
-        for step in range(n_total * per_row // 128):
-            index = _add(thread, 128 * step)
-            n, piece = arith.divui(index, _i32(per_row)), arith.remui(index, _i32(per_row))
-            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, n, rows.registers.item())):
-                token = llvm.load(i32, _at(token_ref, n, i32), alignment=4)
-                column = _add(first_column.registers.item(), _mul(piece, 8))
-                source = llvm.ptrtoint(i64, _gmem(x_ref, token, width, column))
-                in_tile = arith.remui(n, _i32(8))
-                tile = _add(_mul(arith.divui(n, _i32(8)), chunk // 64), arith.divui(piece, _i32(8)))
-                swizzled = arith.xori(arith.remui(piece, _i32(8)), in_tile)
-                target = _add(_add(base, _mul(tile, 1024)), _add(_mul(in_tile, 128), _mul(swizzled, 16)))
-                text = "cp.async.cg.shared.global [$0], [$1], 16;"
-                llvm.inline_asm(
-                    ir.Type.parse("!llvm.void"), [target, source], text, "r,l", has_side_effects=True
-                )
+
+        def copy(n, piece):
+            token = llvm.load(i32, _at(token_ref, n, i32), alignment=4)
+            column = _add(first_column.registers.item(), _mul(piece, 8))
+            source = llvm.ptrtoint(i64, _gmem(x_ref, token, width, column))
+            target = _add(base, _swizzled(n, piece, chunk))
+            text = "cp.async.cg.shared.global [$0], [$1], 16;"
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), [target, source], text, "r,l", has_side_effects=True)
+
+        _each_piece(n_total, chunk // 8, rows, copy)
         _statement("cp.async.commit_group;")
 
     run(x_gmem, token_smem, x_smem, rows, first_column)
@@ -319,25 +341,22 @@ def store_swiglu(
     def run(ctx, stage_ref, out_ref, first_row, rows, first_column):
         del ctx
         _barrier()
-        thread, *_ = _lane()
         tile = first_column.registers.item()
         block = _mul(arith.divui(tile, _i32(128)), 128)
         t = arith.divui(arith.remui(tile, _i32(128)), _i32(32))
-        for step in range(count * 16 // 128):
-            index = _add(thread, 128 * step)
-            pair = arith.remui(index, _i32(16))  # w * 4 + i
-            n = arith.divui(index, _i32(16))
-            inside = arith.cmpi(arith.CmpIPredicate.slt, _add(n, first), rows.registers.item())
-            with mgpu.utils.when(inside):
-                feature = _add(_mul(arith.divui(pair, _i32(4)), 8), arith.remui(pair, _i32(4)))
-                value = []
-                for j in range(2):
-                    gate = _staged(stage_ref, _add(feature, 4 * j), n, count)
-                    up = _staged(stage_ref, _add(feature, 4 * j + 32), n, count)
-                    value.append(arith.mulf(_silu(gate), up))
-                row = _add(first_row.registers.item(), _add(n, first))
-                column = _add(_add(block, _mul(t, 2)), _mul(pair, 8))
-                llvm.store(_pack(*value), _gmem(out_ref, row, width, column), alignment=4)
+
+        def store(n, pair):  # w * 4 + i
+            feature = _add(_mul(arith.divui(pair, _i32(4)), 8), arith.remui(pair, _i32(4)))
+            value = []
+            for j in range(2):
+                gate = _staged(stage_ref, _add(feature, 4 * j), n, count)
+                up = _staged(stage_ref, _add(feature, 4 * j + 32), n, count)
+                value.append(arith.mulf(_silu(gate), up))
+            row = _add(first_row.registers.item(), _add(n, first))
+            column = _add(_add(block, _mul(t, 2)), _mul(pair, 8))
+            llvm.store(_pack(*value), _gmem(out_ref, row, width, column), alignment=4)
+
+        _each_piece(count, 16, rows, store, first)
         _barrier()
 
     run(stage_smem, out_gmem, first_row, rows, first_column)
@@ -354,15 +373,14 @@ def store_partial(
     def run(ctx, stage_ref, out_ref, first_row, rows, first_column):
         del ctx
         _barrier()
-        thread, *_ = _lane()
-        m = arith.remui(thread, _i32(64))
-        column = _add(arith.remui(m, _i32(32)), _mul(arith.divui(m, _i32(32)), width // 2))
-        column = _add(column, first_column.registers.item())
-        for step in range(count // 2):
-            n = _add(arith.divui(thread, _i32(64)), 2 * step)
-            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, n, rows.registers.item())):
-                ptr = _gmem(out_ref, _add(first_row.registers.item(), n), width, column, ir.F32Type.get())
-                llvm.store(_staged(stage_ref, m, n, count), ptr, alignment=4)
+
+        def store(n, m):
+            column = _add(arith.remui(m, _i32(32)), _mul(arith.divui(m, _i32(32)), width // 2))
+            column = _add(column, first_column.registers.item())
+            ptr = _gmem(out_ref, _add(first_row.registers.item(), n), width, column, ir.F32Type.get())
+            llvm.store(_staged(stage_ref, m, n, count), ptr, alignment=4)
+
+        _each_piece(count, 64, rows, store)
         _barrier()
 
     run(stage_smem, out_gmem, first_row, rows, first_column)
@@ -385,38 +403,32 @@ def gather_swiglu(
     def run(ctx, partial_ref, out_ref, first_row, rows, first_column):
         del ctx
         i8, f32 = ir.IntegerType.get_signless(8), ir.F32Type.get()
-        thread, *_ = _lane()
         base = mgpu.utils.memref_ptr(out_ref)
-        pairs = chunk // 2
-        for step in range(n_total * pairs // 128):
-            index = _add(thread, 128 * step)
-            n, pair = arith.divui(index, _i32(pairs)), arith.remui(index, _i32(pairs))
-            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, n, rows.registers.item())):
-                # slots 2 * pair and 2 * pair + 1 hold features 32t + 8w + i and that + 4 of a run of 128
-                in_run = arith.remui(pair, _i32(64))
-                t, wi = arith.remui(in_run, _i32(4)), arith.divui(in_run, _i32(4))
-                feature = _add(_mul(t, 32), _add(_mul(arith.divui(wi, _i32(4)), 8), arith.remui(wi, _i32(4))))
-                feature = _add(feature, _mul(arith.divui(pair, _i32(64)), 128))
-                feature = _add(feature, first_column.registers.item())
-                value = []
-                for j in range(2):
-                    total = []
-                    for half in range(2):
-                        column = _add(feature, 4 * j + half * (width // 2))
-                        parts = []
-                        for split in range(splits):
-                            row = _add(_add(first_row.registers.item(), n), split * split_rows)
-                            parts.append(
-                                llvm.load(f32, _gmem(partial_ref, row, width, column, f32), alignment=4)
-                            )
-                        total.append(functools.reduce(arith.addf, parts))
-                    value.append(arith.mulf(_silu(total[0]), total[1]))
-                piece, in_tile = arith.divui(pair, _i32(4)), arith.remui(n, _i32(8))
-                tile = _add(_mul(arith.divui(n, _i32(8)), chunk // 64), arith.divui(piece, _i32(8)))
-                swizzled = arith.xori(arith.remui(piece, _i32(8)), in_tile)
-                offset = _add(_add(_mul(tile, 1024), _mul(in_tile, 128)), _mul(swizzled, 16))
-                offset = _add(offset, _mul(arith.remui(pair, _i32(4)), 4))
-                llvm.store(_pack(*value), mgpu.utils.getelementptr(base, [offset], i8), alignment=4)
+
+        def gather(n, pair):
+            # slots 2 * pair and 2 * pair + 1 hold features 32t + 8w + i and that + 4 of a run of 128
+            in_run = arith.remui(pair, _i32(64))
+            t, wi = arith.remui(in_run, _i32(4)), arith.divui(in_run, _i32(4))
+            feature = _add(_mul(t, 32), _add(_mul(arith.divui(wi, _i32(4)), 8), arith.remui(wi, _i32(4))))
+            feature = _add(feature, _mul(arith.divui(pair, _i32(64)), 128))
+            feature = _add(feature, first_column.registers.item())
+            value = []
+            for j in range(2):
+                total = []
+                for half in range(2):
+                    column = _add(feature, 4 * j + half * (width // 2))
+                    parts = []
+                    for split in range(splits):
+                        row = _add(_add(first_row.registers.item(), n), split * split_rows)
+                        ptr = _gmem(partial_ref, row, width, column, f32)
+                        parts.append(llvm.load(f32, ptr, alignment=4))
+                    total.append(functools.reduce(arith.addf, parts))
+                value.append(arith.mulf(_silu(total[0]), total[1]))
+            offset = _swizzled(n, arith.divui(pair, _i32(4)), chunk)
+            offset = _add(offset, _mul(arith.remui(pair, _i32(4)), 4))
+            llvm.store(_pack(*value), mgpu.utils.getelementptr(base, [offset], i8), alignment=4)
+
+        _each_piece(n_total, chunk // 2, rows, gather)
         _statement("fence.proxy.async.shared::cta;")
 
     run(partial_gmem, x_smem, first_row, rows, first_column)
@@ -440,16 +452,14 @@ def store_rows(
     def run(ctx, stage_ref, out_ref, first_row, rows, first_column):
         del ctx
         _barrier()
-        thread, *_ = _lane()
-        pair = _mul(arith.remui(thread, _i32(32)), 2)
-        for step in range(count // 4):
-            n = _add(arith.divui(thread, _i32(32)), 4 * step)
-            inside = arith.cmpi(arith.CmpIPredicate.slt, _add(n, first), rows.registers.item())
-            with mgpu.utils.when(inside):
-                value = [_staged(stage_ref, _add(pair, j), n, count) for j in range(2)]
-                row = _add(first_row.registers.item(), _add(n, first))
-                column = _add(first_column.registers.item(), pair)
-                llvm.store(_pack(*value), _gmem(out_ref, row, width, column), alignment=4)
+
+        def store(n, pair):
+            value = [_staged(stage_ref, _add(_mul(pair, 2), j), n, count) for j in range(2)]
+            row = _add(first_row.registers.item(), _add(n, first))
+            column = _add(first_column.registers.item(), _mul(pair, 2))
+            llvm.store(_pack(*value), _gmem(out_ref, row, width, column), alignment=4)
+
+        _each_piece(count, 32, rows, store, first)
         _barrier()
 
     run(stage_smem, out_gmem, first_row, rows, first_column)

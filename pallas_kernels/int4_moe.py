@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +30,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int4, Int32
 
 from pallas_kernels import int4_inline as inline
-from pallas_kernels import moe_route
+from pallas_kernels import int4_single, moe_route, router
+from pallas_kernels.common import tuned
 
 MAX_BLOCK = 128  # tokens of a block
 SMEM_BYTES = 232_448
@@ -182,12 +181,21 @@ def _kernel(p: _Plan, refs: dict, phases: tuple[int, ...]) -> None:
     ready = pl.get_global(plgpu.SemaphoreType.REGULAR((p.blocks,))) if fused else None
     cta, worker = lax.axis_index("cta"), lax.axis_index("worker")
     count = jnp.int32(p.blocks) if p.single else block_gmem[3, 0]
-    up_items = count * (p.up_tiles * c.k_splits) if 1 in phases else jnp.int32(0)
-    down_items = count * p.down_tiles if 2 in phases else jnp.int32(0)
-    # blocks of threads that have one item less of the first kind come first in the second
-    turned = _rem(cta + (c.ctas - _rem(up_items, c.ctas)), c.ctas)
-    up_mine = jnp.maximum(_div(up_items - cta + (c.ctas - 1), c.ctas), 0)
-    down_mine = jnp.maximum(_div(down_items - turned + (c.ctas - 1), c.ctas), 0)
+    up_items, down_items = count * (p.up_tiles * c.k_splits), count * p.down_tiles
+    # Who has an item less of the first kind gets ``ahead`` more of the second, as many as take the same time,
+    # of blocks that are ready by then; the others are dealt out in turns.
+    rounds = _div(up_items, c.ctas)
+    fuller = up_items - rounds * c.ctas
+    idler = c.ctas - fuller
+    ready_items = jnp.minimum(_div(rounds * c.ctas, p.up_tiles * c.k_splits) * p.down_tiles, down_items)
+    ahead = jnp.minimum(p.up_steps // p.down_steps, lax.div(ready_items, idler))
+    ahead = jnp.where(fuller > 0, ahead, 0)
+    turned = _rem(cta + idler, c.ctas)
+    first_mine = jnp.where(cta >= fuller, ahead, 0)
+    dealt = ahead * idler
+    up_mine = _div(up_items - cta + (c.ctas - 1), c.ctas) if 1 in phases else jnp.int32(0)
+    down_mine = first_mine + jnp.maximum(_div(down_items - dealt - turned + (c.ctas - 1), c.ctas), 0)
+    down_mine = down_mine if 2 in phases else jnp.int32(0)
     base, total = up_mine * p.up_steps, up_mine * p.up_steps + down_mine * p.down_steps
     half = p.rows // 2
 
@@ -207,7 +215,8 @@ def _kernel(p: _Plan, refs: dict, phases: tuple[int, ...]) -> None:
         )
 
     def down_item(nth):
-        item = turned + nth * c.ctas
+        in_turns = dealt + (nth - first_mine) * c.ctas + turned
+        item = jnp.where(nth < first_mine, nth * idler + turned, in_turns)
         return _div(item, p.down_tiles), _rem(item, p.down_tiles)
 
     def produce():
@@ -477,18 +486,12 @@ def _sim_store_down(p: _Plan, acc, staged, out_gmem, first_row, rows, first_colu
             out_gmem[first_row + n, pl.ds(first_column, 64)] = acc[:, n].astype(jnp.bfloat16)
 
 
-@functools.cache
-def _tuned() -> list[dict]:
-    path = pathlib.Path(__file__).parent / "tuned" / "h200.json"
-    return json.loads(path.read_text())["int4_moe"]
-
-
 def choose_config(slots: int, d: int, f: int) -> Config:
     """Tiles for a batch of T * K slots: the first row of tuned/h200.json whose bound on slots holds.
 
     ``k_splits`` of 0 there means: as many parts of K as fill the blocks of threads with one item each.
     """
-    for row in _tuned():
+    for row in tuned("int4_moe"):
         if row["max_slots"] is None or slots <= row["max_slots"]:
             config = Config(**{key: value for key, value in row.items() if key != "max_slots"})
             if config.k_splits:
@@ -521,6 +524,7 @@ def int4_moe(
     *,
     group: int,
     config: Config | None = None,
+    prepared: router.Prepared | None = None,
     sim: bool = False,
 ) -> BFloat16[Array, "T D"]:
     """Weighted sum of a token's K experts, each down(silu(gate(x)) * up(x)).
@@ -534,7 +538,8 @@ def int4_moe(
         w_down, s_down: likewise.
         layer: which layer of the stack, a traced i32 or an int.
         group: 32, 64 or 128.
-        config: tiles; by default from tuned/h200.json.
+        config: tiles; by default from tuned/h200.json, or the kernel for one token (``int4_single``).
+        prepared: ``router.route`` of ``expert_TK`` and ``x_TD`` into blocks of ``config.tokens``, if done.
         sim: array code in place of register-level code, for the GPU interpreter.
 
     Returns:
@@ -547,25 +552,30 @@ def int4_moe(
     """
     layers, experts, two_f, d = w_gate_up.shape
     f, (rows, choices) = two_f // 2, expert_TK.shape
+    single = config is None and not sim and int4_single.supported(rows, choices, d, f)
     config = config or choose_config(rows * choices, d, f)
-    _check(x_TD, expert_TK, weight_TK, w_gate_up, s_gate_up, w_down, s_down, group, config)
+    arguments = (x_TD, expert_TK, weight_TK, w_gate_up, s_gate_up, w_down, s_down)
+    _check(*arguments, group, config)
+    if single:
+        return int4_single.int4_single(*arguments, layer, group=group)
     blocks = moe_route.num_blocks(rows * choices, experts, config.tokens)
     single = rows == 1
     p = _Plan(config, d, f, group, experts, blocks, rows * choices, single, sim)
     _check_plan(p)
     with jax.named_scope("route"):
         layer = jnp.asarray(layer, jnp.int32)
-        routing = (
-            moe_route.single(expert_TK)
-            if single
-            else moe_route.route(expert_TK, layer, num_experts=experts, tokens=config.tokens)
-        )
+        if single or sim:
+            route = functools.partial(moe_route.route, num_experts=experts, tokens=config.tokens)
+            routing = moe_route.single(expert_TK) if single else route(expert_TK, layer)
+            prepared = router.Prepared(routing, inline.permute_k(x_TD))
+        elif prepared is None:
+            prepared = router.route(expert_TK, x_TD, layer, num_experts=experts, tokens=config.tokens)
     stack = layers * experts
     down_scales = (stack, d, p.down_groups) if p.boxed else (stack, d * p.down_groups)
     inputs = {
-        "x": inline.permute_k(x_TD),
-        "token": routing.token,
-        "block": routing.block,
+        "x": prepared.x_TD,
+        "token": prepared.routing.token,
+        "block": prepared.routing.block,
         "layer": layer.reshape(1),
         "w_up": w_gate_up.reshape(stack, two_f, d),
         "s_up": s_gate_up.reshape(stack, two_f, d // group),
@@ -580,8 +590,45 @@ def int4_moe(
         else:
             _, out = _call(p, (1, 2), inputs, {"hidden": p.hidden, "out": p.out})
     with jax.named_scope("combine"):
-        picked = out[routing.position].astype(jnp.float32)
+        picked = out[prepared.routing.position].astype(jnp.float32)
         return jnp.sum(picked * weight_TK[:, :, None], axis=1).astype(jnp.bfloat16)
+
+
+def int4_moe_of_logits(
+    x_TD: BFloat16[Array, "T D"],
+    logit_TE: Float32[Array, "T E"],
+    bias_E: Float32[Array, " E"],
+    w_gate_up: Int4[Array, "Y E F2 D"],
+    s_gate_up: BFloat16[Array, "Y E F2 G"],
+    w_down: Int4[Array, "Y E D F"],
+    s_down: BFloat16[Array, "Y E D H"],
+    layer: Array | int,
+    *,
+    choices: int,
+    factor: float,
+    normalise: bool = True,
+    group: int,
+) -> BFloat16[Array, "T D"]:
+    """``int4_moe`` behind the router's product: ``router.choose`` gives the experts and their weights."""
+    rows, d = x_TD.shape
+    config = choose_config(rows * choices, d, w_gate_up.shape[2] // 2)
+    with jax.named_scope("router"):
+        expert_TK, weight_TK, prepared = router.choose_and_route(
+            logit_TE, bias_E, x_TD, layer,
+            choices=choices, factor=factor, normalise=normalise, tokens=config.tokens,
+        )  # fmt: skip
+    return int4_moe(
+        x_TD,
+        expert_TK,
+        weight_TK,
+        w_gate_up,
+        s_gate_up,
+        w_down,
+        s_down,
+        layer,
+        group=group,
+        prepared=prepared,
+    )
 
 
 def _check(
@@ -642,4 +689,4 @@ def _check_plan(p: _Plan) -> None:
         raise ValueError(f"{p.smem_bytes()} bytes of shared memory, {SMEM_BYTES - 1024} is the most")
 
 
-__all__ = ["Config", "choose_config", "cost", "int4_moe"]
+__all__ = ["Config", "choose_config", "cost", "int4_moe", "int4_moe_of_logits"]

@@ -48,6 +48,27 @@ def int4_moe(
     return total_TD.astype(x_TD.dtype)
 
 
+def choose(
+    logit_TE: Float[Array, "T E"], bias_E: Float[Array, "E"], *,
+    choices: int, factor: float, normalise: bool = True,
+) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:  # fmt: skip
+    """What ``router.choose`` computes."""
+    score_TE = jax.nn.sigmoid(logit_TE)
+    expert_TK = lax.top_k(score_TE + bias_E[None, :], choices)[1]
+    weight_TK = jnp.take_along_axis(score_TE, expert_TK, axis=1)
+    if normalise:
+        weight_TK = weight_TK / (jnp.sum(weight_TK, axis=1, keepdims=True) + 1e-20)
+    return expert_TK, weight_TK * factor
+
+
+def int4_moe_of_logits(
+    x_TD, logit_TE, bias_E, *stacks_and_layer, choices: int, factor: float, normalise: bool = True, group: int
+) -> Float[Array, "T D"]:
+    """``int4_moe`` with the experts and weights of ``choose``; see ``int4_moe.int4_moe_of_logits``."""
+    chosen = choose(logit_TE, bias_E, choices=choices, factor=factor, normalise=normalise)
+    return int4_moe(x_TD, *chosen, *stacks_and_layer, group=group)
+
+
 def _gather_latents(pool, layer, table_BM, dtype, scale) -> Float[Array, "B S C"]:
     """The pages of each row, in order, dequantised to ``dtype``."""
     rows = table_BM.shape[0]

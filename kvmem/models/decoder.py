@@ -288,14 +288,15 @@ def _mixture(
 ) -> Float[Array, "B T D"]:
     x_TD = rearrange(normed_BTD, "B T D -> (B T) D")
     small = layers.layer_of({k: stack[k] for k in ("router", "router_bias", "shared")}, layer)
-    with jax.named_scope("router"):
-        expert_TK, weight_TK = moe.route(small, config, x_TD)
-    with jax.named_scope("experts"):
-        if implementation == "xla":
+    if implementation == "xla":
+        with jax.named_scope("router"):
+            expert_TK, weight_TK = moe.route(small, config, x_TD)
+        with jax.named_scope("experts"):
             big = layers.layer_of({k: stack[k] for k in ("gate_up", "down")}, layer)
             routed_TD = moe.experts(x_TD, expert_TK, weight_TK, big["gate_up"], big["down"])
-        else:
-            routed_TD = moe.kernel_experts(x_TD, expert_TK, weight_TK, stack["gate_up"], stack["down"], layer)
+    else:
+        with jax.named_scope("experts"):
+            routed_TD = moe.kernel_experts(small, config, x_TD, stack["gate_up"], stack["down"], layer)
     with jax.named_scope("shared_expert"):
         shared_TD = moe.swiglu(x_TD, small["shared"])
     return rearrange(routed_TD + shared_TD, "(B T) D -> B T D", B=normed_BTD.shape[0])

@@ -26,6 +26,11 @@ def _gated(both: Float[Array, "... 2 F"]) -> Float[Array, "... F"]:
     return jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
 
 
+def router_logits(weights: dict, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
+    """The router's product, in f32."""
+    return layers.einsum("TD,ED->TE", x_TD.astype(jnp.float32), weights["router"].astype(jnp.float32))
+
+
 def route(
     weights: dict, config: ModelConfig, x_TD: Float[Array, "T D"]
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
@@ -34,8 +39,7 @@ def route(
     All in f32. The bias takes part in selection only, of groups (by the sum of their two best) and of
     experts; the weights are the unbiased sigmoids, normalised to sum 1.
     """
-    logit_TE = layers.einsum("TD,ED->TE", x_TD.astype(jnp.float32), weights["router"].astype(jnp.float32))
-    affinity_TE = jax.nn.sigmoid(logit_TE)
+    affinity_TE = jax.nn.sigmoid(router_logits(weights, x_TD))
     biased_TE = affinity_TE + jnp.broadcast_to(weights["router_bias"], affinity_TE.shape)
     if config.topk_group < config.n_group:
         biased_TE = _keep_groups(biased_TE, config)
@@ -56,32 +60,41 @@ def _keep_groups(biased_TE: Float[Array, "T E"], config: ModelConfig) -> Float[A
 
 
 def kernel_experts(
+    weights: dict,
+    config: ModelConfig,
     x_TD: Float[Array, "T D"],
-    expert_TK: Int[Array, "T K"],
-    weight_TK: Float[Array, "T K"],
     gate_up: Array | QTensor,
     down: Array | QTensor,
     layer: int | Int[Array, ""],
 ) -> Float[Array, "T D"]:
-    """``experts`` as the Mosaic kernel, from the stacks [Y, E, 2, F, D] and [Y, E, D, F] and a layer index.
+    """``route`` and ``experts`` as Mosaic kernels, from the stacks [Y, E, 2, F, D] and [Y, E, D, F].
 
     Raises:
-      NotImplementedError: experts that are not held as INT4, activations that are not bf16, or as the kernel.
+      NotImplementedError: experts that are not held as INT4, activations that are not bf16, a router that
+        selects groups first, or as the kernels.
     """
     if not isinstance(gate_up, QTensor) or not isinstance(down, QTensor) or gate_up.storage != "int4_group":
         raise NotImplementedError("the experts' kernel reads INT4 weights; use implementation='xla'")
     if x_TD.dtype != jnp.bfloat16:
         raise NotImplementedError(f"the experts' kernel takes bf16 activations, not {x_TD.dtype}")
+    if config.topk_group < config.n_group:
+        raise NotImplementedError(
+            f"the router's kernel selects no groups first: topk_group={config.topk_group} of "
+            f"n_group={config.n_group}; use implementation='xla'"
+        )
     merged = "Y E gate_up F D -> Y E (gate_up F) D"
-    out_TD = int4_moe.int4_moe(
+    out_TD = int4_moe.int4_moe_of_logits(
         x_TD,
-        expert_TK,
-        weight_TK,
+        router_logits(weights, x_TD),
+        weights["router_bias"].astype(jnp.float32),
         rearrange(gate_up.data, merged),
         rearrange(gate_up.scale, merged),
         down.data,
         down.scale,
         layer,
+        choices=config.experts_per_token,
+        factor=config.routed_scaling_factor,
+        normalise=config.norm_topk_prob,
         group=gate_up.group[1],
     )
     return out_TD.astype(jnp.float32)

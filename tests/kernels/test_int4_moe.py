@@ -20,7 +20,7 @@ from tests.kernels import harness
 TOLERANCE = 6e-3
 
 
-SMALL = Config(8, 2, 3, ctas=2)
+SMALL = Config(8, 2, 3, ctas=3)  # one of three has an item less of the first kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,10 +170,8 @@ def test_permute_k_equals_the_words_of_a_register_fragment():
         (Case(1, 9, 0, 0, 4), 8),
         (Case(13, 7, 0, 0, 3, load="one"), 8),
         (Case(41, 5, 0, 0, 3, load="zipf"), 16),
-        (Case(523, 11, 0, 0, 2), 32),
-        (Case(2753, 11, 0, 0, 3, load="zipf"), 32),
     ],
-    ids=["one token", "one expert gets all", "zipf", "many", "so many that a sort pays"],
+    ids=["one token", "one expert gets all", "zipf"],
 )
 def test_route_covers_every_slot_once(case, tokens):
     expert_TK = choose_experts(case, np.random.default_rng(5))

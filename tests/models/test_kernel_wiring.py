@@ -58,7 +58,7 @@ def replace_kernels(monkeypatch, **overrides):
 
     monkeypatch.setattr(mla_decode, "mla_decode", attention)
     monkeypatch.setattr(mla_prologue, "mla_prologue", xla.mla_prologue)
-    monkeypatch.setattr(int4_moe, "int4_moe", xla.int4_moe)
+    monkeypatch.setattr(int4_moe, "int4_moe_of_logits", xla.int4_moe_of_logits)
 
 
 @pytest.mark.parametrize("layout", ["fp8_576", "fp8_656"])

@@ -77,7 +77,7 @@ def test_experts_equal_a_loop_over_chosen_experts(storage):
 def test_kernel_experts_other_formats_are_refused():
     bf16 = jnp.zeros((3, 8, 2, 32, 64), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="reads INT4"):
-        moe.kernel_experts(jnp.asarray(X_TD), *moe.route(WEIGHTS, CONFIG, jnp.asarray(X_TD)), bf16, bf16, 0)
+        moe.kernel_experts(WEIGHTS, CONFIG, jnp.asarray(X_TD), bf16, bf16, 0)
 
 
 @pytest.mark.parametrize("cut", ["with_their_columns", "mutation_from_the_next_rank"])
@@ -100,3 +100,12 @@ def test_D2_scales_of_the_second_product_are_cut_with_their_columns(cut):
     error = np.abs(np.sum(parts, axis=0) - whole).max() / np.abs(whole).max()
     # f32 sums of 128 terms in another order: 128 x 2^-24.
     assert (error < 2e-5) == (cut == "with_their_columns")
+
+
+def test_kernel_experts_selection_of_groups_is_refused():
+    gate_up, down = (
+        qtensor.quantize(jnp.ones(shape, jnp.float32), "int4_group", (1, 32))
+        for shape in ((2, 8, 2, 32, 64), (2, 8, 64, 32))
+    )
+    with pytest.raises(NotImplementedError, match="topk_group=1 of n_group=2"):
+        moe.kernel_experts(WEIGHTS, CONFIG, jnp.asarray(X_TD, jnp.bfloat16), gate_up, down, 0)
