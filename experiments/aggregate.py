@@ -188,6 +188,7 @@ TABLES: dict[str, Table] = {
     "claims": Table("reproduce", _claims_table),
     "kernels": Table("kernel_bench", lambda items: result_tables.kernels(_metrics(items)), every=True),
     "faults": Table("detection_matrix", lambda items: result_tables.faults(_metrics(items)), every=True),
+    "serving": Table("serve_trace", lambda items: result_tables.serving(_metrics(items)), every=True),
     "gpus": Table("multi_gpu", lambda items: result_tables.several_gpus(_metrics(items))),
 }
 

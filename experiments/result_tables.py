@@ -1,4 +1,4 @@
-"""The README's tables of measured records: kernels, one layer, faults by detector."""
+"""The README's tables of measured records: kernels, one layer, faults by detector, serving."""
 
 from __future__ import annotations
 
@@ -132,4 +132,52 @@ def several_gpus(metrics: Metrics) -> str:
         r"|step\.n\d+\.rows\d+\.status_reduction\.us)",
     )
     parts += [f"`{name}` {tables.number(value)}." for (name,), value in facts.items()]
+    return "\n\n".join(parts)
+
+
+_LATENCY = ("ttft_s.p50", "ttft_s.p95", "tpot_s.p50", "tpot_s.p95", "throughput_tok_s", "prefix_hit_rate")
+_ROUTED = ("ttft_s.p95", "throughput_tok_s", "prefix_hit_rate")
+
+
+def _grid(header: Sequence[str], values: Mapping[tuple[str, ...], float], columns: Sequence[str]) -> str:
+    """As ``_pivot``, rows in the order in which they were recorded, numbers to five digits."""
+    rows = [
+        [*key, *(tables.number(values.get((*key, column))) for column in columns)]
+        for key in dict.fromkeys(key[:-1] for key in values)
+    ]
+    return tables.markdown([*header, *columns], rows)
+
+
+def serving(metrics: Metrics) -> str:
+    """Latencies of the tiny model on a CPU; routing and prefix reuse, simulated and over engines."""
+    parts = []
+    names = "|".join(map(re.escape, _LATENCY))
+    served: dict[tuple[str, ...], float]
+    served = {("replay", column): metrics[column] for column in _LATENCY if column in metrics}
+    for group, label in (("closed_loop", "{} in flight"), ("sessions", "{} sessions")):
+        for (row, column), value in _named(metrics, rf"{group}\.(\w+)\.({names})").items():
+            served[label.format(row), column] = value
+    if served:
+        table = _grid(("load",), served, _LATENCY)
+        parts.append(f"The tiny Kimi on a CPU, a check of the engine's shape, no figure of a GPU:\n\n{table}")
+    names = "|".join(map(re.escape, _ROUTED))
+    routed = _named(metrics, rf"routing\.(\w+)\.(\w+)\.({names})")
+    if routed:
+        table = _grid(("trace", "policy"), routed, _ROUTED)
+        parts.append(f"Routing, four simulated replicas, published rates, real prompt lengths:\n\n{table}")
+    fleet = _named(metrics, rf"fleet\.(\w+)\.({names})")
+    if fleet:
+        table = _grid(("policy",), fleet, _ROUTED)
+        parts.append(f"Routing, three engines of the tiny model, each on its own clock:\n\n{table}")
+    reused = _named(metrics, rf"prefix\.(\w+)\.(\w+)\.({names})")
+    if reused:
+        table = _grid(("trace", "prefix cache"), reused, _ROUTED)
+        parts.append(f"Prefix cache off, on, with a quarter of and four times the prefill pages:\n\n{table}")
+    facts = [
+        "recompilations_after_warmup",
+        "integrity.mismatches",
+        "host_ms_per_step.rows64",
+        "batch_invariant.slowdown.p50",
+    ]
+    parts.append(" ".join(f"`{name}` {tables.number(metrics[name])}." for name in facts if name in metrics))
     return "\n\n".join(parts)

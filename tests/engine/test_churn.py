@@ -1,6 +1,7 @@
 """Random churn in pools that are always nearly full: every answer is the solo answer, or a named abort."""
 
 import dataclasses
+import math
 import random
 
 import hypothesis
@@ -10,7 +11,10 @@ import pytest
 from hypothesis import strategies as st
 
 from kvmem.cache import pages
+from kvmem.engine.engine import Engine
+from kvmem.engine.transfers import Late
 from tests.engine.churn import Prompts, churn
+from tests.engine.conftest import SMALL
 
 
 def assert_answers(done, solo) -> None:
@@ -46,7 +50,7 @@ def test_B8_churn_every_answer_equals_solo_and_pages_are_conserved(make_engine, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_churn_two_thousand_requests_equal_solo(make_engine, solo):
+def test_churn_soak_of_2200_requests_equals_solo(make_engine, solo):
     soak(make_engine, solo, count=2200, check_each=10)
 
 
@@ -120,8 +124,34 @@ def test_churn_with_faults_aborts_exactly_the_hit_requests(make_engine, solo):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_churn_two_thousand_requests_with_faults_aborts_exactly_the_hit(make_engine, solo):
+def test_churn_soak_of_2000_requests_with_faults_aborts_exactly_the_hit(make_engine, solo):
     faulty_soak(make_engine, solo, count=2000)
+
+
+def test_churn_with_late_transfers_fails_exactly_those_beyond_their_lease(kimi, weights, solo):
+    now = [0.0]
+    config = dataclasses.replace(SMALL, queue_limit=12, lease_s=6.0)
+    engine = Engine(kimi, {"prefill": weights, "decode": weights}, config, clock=lambda: now[0])
+    rng = random.Random(3)
+    delays: list[float] = []
+
+    def fault(order):
+        delays.append(rng.choice([0.0, 0.0, 0.0, 1.0, 3.0, 5.0, 9.0, math.inf]))
+        return Late(order, delays[-1]) if delays[-1] else order
+
+    def every_step(step: int) -> None:
+        now[0] = float(step)
+
+    engine.inject(fault, "transfer")
+    done = churn(engine, 110, seed=4, every_step=every_step, cancels=0.0)
+    assert_answers(done, solo)
+    failed = [result for _, result in done.values() if not result.ok]
+    assert len(failed) == sum(delay > config.lease_s for delay in delays) > 10
+    assert all("outlasted its lease" in result.error for result in failed)
+    assert 0 < engine.transfers.late <= delays.count(9.0)
+    assert engine.counters["retractions"] > 10
+    assert engine.counters["drift"] == engine.counters["integrity"] == len(engine.transfers) == 0
+    assert engine.pools.counts("decode")["free"] == SMALL.decode_pages - 1
 
 
 OPERATIONS = st.lists(

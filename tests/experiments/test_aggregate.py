@@ -240,3 +240,21 @@ def test_several_gpus_table_has_a_column_a_way_and_the_facts():
     assert "`step.n2.rows16.status_reduction.us` 15." in text
     assert "| 2 | 896 | – | 29.0 |" in text
     assert "`tp2.kimi_tiny_tp8.tokens_equal` 1." in text
+
+
+def test_serving_keeps_traces_policies_and_engines_apart():
+    metrics = {"ttft_s.p50": 0.1, "throughput_tok_s": 62.5, "prefix_hit_rate": 0.0}
+    metrics |= {"closed_loop.16.ttft_s.p50": 0.25, "sessions.agent.prefix_hit_rate": 0.86}
+    metrics |= {"routing.azure_code.weighed.ttft_s.p95": 13.5, "routing.azure_code.random.ttft_s.p95": 35.1}
+    metrics |= {"fleet.weighed.throughput_tok_s": 900.0, "prefix.azure_code.off.prefix_hit_rate": 0.0}
+    metrics |= {"host_ms_per_step.rows64": 0.75, "batch_invariant.slowdown.p50": 1.2, "routing.x": 3.0}
+    text = result_tables.serving(metrics)
+    assert "| replay | 0.1 | – | – | – | 62.5 | 0 |" in text
+    assert "| 16 in flight | 0.25 |" in text
+    assert "| agent sessions | – | – | – | – | – | 0.86 |" in text
+    assert text.index("| azure_code | weighed | 13.5 |") < text.index("| azure_code | random | 35.1 |")
+    assert "| weighed | – | 900 | – |" in text
+    assert "| azure_code | off | – | – | 0 |" in text
+    assert "`host_ms_per_step.rows64` 0.75. `batch_invariant.slowdown.p50` 1.2." in text
+    assert "four simulated replicas" in text
+    assert result_tables.serving({"host_ms_per_step.rows64": 0.75}) == "`host_ms_per_step.rows64` 0.75."
