@@ -51,15 +51,8 @@ def get_config(arg: str = "") -> ConfigDict:
     config.sessions = ConfigDict({"agent": 2 if quick else 8, "chat": 4 if quick else 24, "scale": 1 / 64})
     config.invariant = ConfigDict({"count": 12 if quick else 48, "repeats": 5})
     config.bound = ConfigDict({"ttft_s": 2.0, "tpot_s": 0.25})
-    # Engines behind the router, by turns in this process, each on its own clock.
-    config.fleet = ConfigDict(
-        {
-            "replicas": 3,
-            "trace": "mooncake_conversation",
-            "count": 40 if quick else 300,
-            "time_scale": 0.05,
-        }
-    )
+    # Engines behind the router, by turns in this process, each on its own clock; starts of sessions a second.
+    config.fleet = ConfigDict({"replicas": 3, "sessions": 6 if quick else 24, "rate": 4.0})
     # Simulated: replicas, requests of each trace, and pages of 64 tokens as on a real deployment.
     config.routing = ConfigDict(
         {

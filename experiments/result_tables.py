@@ -165,10 +165,11 @@ def serving(metrics: Metrics) -> str:
     if routed:
         table = _grid(("trace", "policy"), routed, _ROUTED)
         parts.append(f"Routing, four simulated replicas, published rates, real prompt lengths:\n\n{table}")
-    fleet = _named(metrics, rf"fleet\.(\w+)\.({names})")
+    fleet = _named(metrics, rf"fleet\.(\w+)\.({names}|moved)")
     if fleet:
-        table = _grid(("policy",), fleet, _ROUTED)
-        parts.append(f"Routing, three engines of the tiny model, each on its own clock:\n\n{table}")
+        table = _grid(("policy",), fleet, (*_ROUTED, "moved"))
+        what = "Routing of agent sessions over three engines of the tiny model, in processor seconds"
+        parts.append(f"{what}; `moved` counts turns that left their session's replica:\n\n{table}")
     reused = _named(metrics, rf"prefix\.(\w+)\.(\w+)\.({names})")
     if reused:
         table = _grid(("trace", "prefix cache"), reused, _ROUTED)

@@ -84,11 +84,11 @@ def body(config: ConfigDict, recorder: Recorder) -> None:
         recorder.metric(f"batch_invariant.slowdown.{name}", metrics.percentile(ratios, q))
 
     policies = _engine_policies(config, model, weights)
-    tables[f"Routing policies, {config.fleet.replicas} engines, {config.fleet.trace}"] = _table(
-        policies, (*HEAD, "spread"), "policy"
+    tables[f"Routing policies, agent sessions over {config.fleet.replicas} engines, processor seconds"] = (
+        _table(policies, (*HEAD, "spread", "moved"), "policy")
     )
     for policy, values in policies.items():
-        for name in ("ttft_s.p95", "prefix_hit_rate", "throughput_tok_s", "spread"):
+        for name in ("ttft_s.p95", "prefix_hit_rate", "throughput_tok_s", "spread", "moved"):
             recorder.metric(f"fleet.{policy}.{name}", values[name])
 
     for trace in config.routing.traces:
@@ -202,19 +202,25 @@ def _closed_loops(config: ConfigDict, engine: Engine, model: ModelConfig) -> dic
     return found
 
 
+def _scripts(
+    config: ConfigDict, model: ModelConfig, kind: str, count: int, **timing: float
+) -> list[workload.Script]:
+    return workload.scripts(
+        workload.SESSIONS[kind],
+        count=count,
+        seed=config.seed,
+        vocab_size=model.vocab_size,
+        max_tokens=config.engine.max_pages_per_row * config.engine.page_size,
+        scale=config.sessions.scale,
+        name=f"{kind}-",
+        **timing,
+    )
+
+
 def _sessions(config: ConfigDict, engine: Engine, model: ModelConfig) -> dict[str, dict[str, Any]]:
     found = {}
     for kind in ("agent", "chat"):
-        scripts = workload.scripts(
-            workload.SESSIONS[kind],
-            count=config.sessions[kind],
-            seed=config.seed,
-            vocab_size=model.vocab_size,
-            max_tokens=engine.config.max_tokens_per_row,
-            scale=config.sessions.scale,
-            time_scale=0.01,
-            name=f"{kind}-",
-        )
+        scripts = _scripts(config, model, kind, config.sessions[kind], time_scale=0.01)
         started = engine.now()
         moved = [dataclasses.replace(s, start_s=started + s.start_s) for s in scripts]
         found[kind] = metrics.summarise(workload.drive(engine, workload.Sessions(moved)))
@@ -224,19 +230,24 @@ def _sessions(config: ConfigDict, engine: Engine, model: ModelConfig) -> dict[st
 def _engine_policies(
     config: ConfigDict, model: ModelConfig, weights: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """One replay of a trace over engines by each policy; every engine's clock runs in its own steps only."""
+    """Agent sessions over engines behind each policy.
+
+    The engines take turns in this process; the clock of each is the processor time of its own steps, so that
+    they count as machines side by side, whatever else this machine does.
+    """
     fleet = config.fleet
     clocks = [BusyClock() for _ in range(fleet.replicas)]
     engines = [_engine(config, model, weights, clock=clock) for clock in clocks]
-    rows, _ = _trace(config, fleet.trace, fleet.count)
-    requests = _fit(config, model, rows, fleet.time_scale)
+    scripts = _scripts(config, model, "agent", fleet.sessions, rate=fleet.rate, time_scale=0.01)
     found = {}
     for policy in POLICIES:
         for engine in engines:
             engine.warm_up()  # and so an empty prefix cache
-        cluster = SideBySide(engines, Router(policy, affinity=2048 // config.replay.shrink), clocks)
-        found[policy] = metrics.summarise(workload.drive(cluster, workload.OpenLoop(requests)))
+        router = Router(policy, affinity=2048 // config.replay.shrink, seed=config.seed)
+        cluster = SideBySide(engines, router, clocks)
+        found[policy] = metrics.summarise(workload.drive(cluster, workload.Sessions(scripts)))
         found[policy]["spread"] = spread([cluster.placements[i] for i in range(fleet.replicas)])
+        found[policy]["moved"] = router.moved
     return found
 
 

@@ -224,17 +224,20 @@ class Cluster:
 
 
 class BusyClock:
-    """Seconds spent inside ``with clock:``, so that an engine's time is that of its own steps."""
+    """Processor seconds of this process inside ``with clock:``: an engine's time is that of its own steps.
+
+    All threads count, the device's on a CPU too; other processes do not.
+    """
 
     def __init__(self) -> None:
         self._spent = 0.0
         self._since: float | None = None
 
     def __call__(self) -> Real:
-        return self._spent + (0.0 if self._since is None else time.perf_counter() - self._since)
+        return self._spent + (0.0 if self._since is None else time.process_time() - self._since)
 
     def __enter__(self) -> None:
-        self._since = time.perf_counter()
+        self._since = time.process_time()
 
     def __exit__(self, *raised: object) -> None:
         self._spent, self._since = self(), None

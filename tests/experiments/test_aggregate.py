@@ -253,7 +253,7 @@ def test_serving_keeps_traces_policies_and_engines_apart():
     assert "| 16 in flight | 0.25 |" in text
     assert "| agent sessions | – | – | – | – | – | 0.86 |" in text
     assert text.index("| azure_code | weighed | 13.5 |") < text.index("| azure_code | random | 35.1 |")
-    assert "| weighed | – | 900 | – |" in text
+    assert "| weighed | – | 900 | – | – |" in text
     assert "| azure_code | off | – | – | 0 |" in text
     assert "`host_ms_per_step.rows64` 0.75. `batch_invariant.slowdown.p50` 1.2." in text
     assert "four simulated replicas" in text

@@ -65,13 +65,13 @@ def test_table_leaves_absent_figures_empty():
 
 
 @pytest.mark.slow  # compiles the INT4 model's engine
-def test_engine_policies_serve_every_request_and_follow_prefixes(config):
-    config.fleet.count = 14
+def test_engine_policies_serve_every_request_and_keep_sessions_where_their_prefix_is(config):
+    config.fleet.sessions = 3
     config.fleet.replicas = 2
     model, weights, _ = serve_trace._weights(config)
     found = serve_trace._engine_policies(config, model, weights)
     assert set(found) == set(POLICIES)
     assert {values["task_success"] for values in found.values()} == {1.0}
-    assert found["round_robin"]["spread"] == 1.0
-    assert found["prefix"]["prefix_hit_rate"] >= found["round_robin"]["prefix_hit_rate"]
+    assert found["weighed"]["prefix_hit_rate"] > found["round_robin"]["prefix_hit_rate"]
+    assert found["weighed"]["moved"] < found["round_robin"]["moved"]
     assert min(values["ttft_s.p50"] for values in found.values()) > 0
