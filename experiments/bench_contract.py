@@ -17,7 +17,7 @@ import numpy as np
 
 from experiments import bench_mla, bench_moe
 from kvmem import record
-from pallas_kernels import int4_moe, mla_prologue, ref, skinny_matmul
+from pallas_kernels import int4_inline, int4_moe, mla_prologue, ref, router, skinny_matmul
 from pallas_kernels.mla_decode import LAYOUTS, Pool
 
 PROLOGUE = (("bf16", 1), ("bf16", 5), ("fp8_flat", 1), ("fp8_flat", 11), ("fp8_656", 5), ("fp8_656", 72))
@@ -26,6 +26,7 @@ PROLOGUE = (("bf16", 1), ("bf16", 5), ("fp8_flat", 1), ("fp8_flat", 11), ("fp8_6
 MOVED = 2e-3
 LOADS = ("uniform", "one", "zipf")
 MOE_TOKENS = (1, 9, 70)
+ROUTER_TOKENS = (1, 9, 21, 70)  # a token, one block of threads, a launch each, several blocks
 # tokens, groups, columns, first, rows, k, epsilon, gated; f32 weights where the result is f32
 PRODUCTS = (
     (1, 1, 7168, 0, 2112, 7168, 1e-5, False),
@@ -104,10 +105,10 @@ def product(
     return error
 
 
-def experts(tokens: int, load: str) -> float:
+def experts(tokens: int, load: str, choices: int = 3) -> float:
     """The worst error of a token through few experts at the kernel's rank width, under any load."""
     rng = np.random.default_rng(tokens)
-    e, d, f, choices, group = 7, 1024, 256, 3, 32
+    e, d, f, group = max(7, choices + 1), 1024, 256, 32
     score = rng.random((tokens, e))
     if load == "zipf":
         score = rng.gumbel(size=score.shape) - 1.5 * np.log(np.arange(1, e + 1))
@@ -137,6 +138,50 @@ def experts(tokens: int, load: str) -> float:
     return error
 
 
+def router_of_tokens(tokens: int, load: str) -> float:
+    """The worst error of a router weight; experts, their order and the tokens' K order are exact."""
+    rng = np.random.default_rng(tokens)
+    e, choices, factor, block = 96, 8, 2.5, 8
+    logit, bias = rng.standard_normal((tokens, e)), 0.1 * rng.standard_normal(e)
+    if load == "one":  # one expert that every token chooses
+        bias[e // 2] = 2.0
+    if load == "ties":
+        logit, bias = np.round(logit), np.zeros(e)
+    logit, bias = (a.astype(np.float32).astype(np.float64) for a in (logit, bias))
+    x = jnp.asarray(rng.standard_normal((tokens, 256)), jnp.bfloat16)
+    kernel = functools.partial(router.choose_and_route, choices=choices, factor=factor, tokens=block)
+    expert, weight, prepared = jax.jit(kernel)(
+        jnp.asarray(logit, jnp.float32), jnp.asarray(bias, jnp.float32), x, jnp.int32(2)
+    )
+    score = 1 / (1 + np.exp(-logit))
+    want = np.argsort(-(score + bias), axis=1, kind="stable")[:, :choices]
+    if (np.asarray(expert) != want).any():
+        raise RuntimeError(f"token {np.argwhere(np.asarray(expert) != want)[0, 0]} chose other experts")
+    if prepared is not None:
+        order = np.argsort(want.ravel(), kind="stable")
+        count = np.bincount(want.ravel(), minlength=e)
+        routing = jax.tree.map(np.asarray, prepared.routing)
+        columns = routing.block[:3, : routing.block[3, 0]].T.tolist()
+        first = np.cumsum(count) - count
+        if columns != [
+            [expert + 2 * e, first[expert] + done, min(block, count[expert] - done)]
+            for expert in range(e)
+            for done in range(0, count[expert], block)
+        ]:
+            raise RuntimeError("blocks are cut otherwise")
+        if (routing.token != order // choices).any() or (
+            routing.position.ravel()[order] != np.arange(order.size)
+        ).any():
+            raise RuntimeError("slots are ordered otherwise")
+        if (np.asarray(prepared.x_TD) != np.asarray(int4_inline.permute_k(x))).any():
+            raise RuntimeError("tokens are permuted otherwise")
+    picked = np.take_along_axis(score, want, 1)
+    error = np.abs(np.asarray(weight) - factor * picked / picked.sum(1, keepdims=True)).max()
+    if not error < factor * 16 * 2.0**-24:  # tests/kernels/test_router.py derives it
+        raise RuntimeError(f"error {error:.1e}")
+    return float(error)
+
+
 def cases() -> Iterator[tuple[str, str, Callable[[], float]]]:
     """(operation, case, what returns its error or raises)."""
     for layout in LAYOUTS:
@@ -149,6 +194,11 @@ def cases() -> Iterator[tuple[str, str, Callable[[], float]]]:
     for load in LOADS:
         for tokens in MOE_TOKENS:
             yield "int4_moe", f"{load}.m{tokens}", functools.partial(experts, tokens, load)
+    yield "int4_moe", "eight.m1", functools.partial(experts, 1, "uniform", 8)  # the kernel for one token
+    for load in ("uniform", "one", "ties"):
+        for tokens in ROUTER_TOKENS:
+            case = functools.partial(router_of_tokens, tokens, load)
+            yield "router", f"{load}.m{tokens}", case
     for arguments in PRODUCTS:
         tokens, groups, _, _, rows, k, *_ = arguments
         name = f"m{tokens}.g{groups}.o{rows}.k{k}" + ".f32" * (len(arguments) > 8)

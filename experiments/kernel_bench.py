@@ -91,9 +91,9 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "layer": Part(_layer, ("mla_prologue", "skinny_matmul", "mla_decode", "int4_moe")),
+    "layer": Part(_layer, ("mla_prologue", "skinny_matmul", "mla_decode", "router", "int4_moe")),
     "mla": Part(functools.partial(_mla, ("bf16", "fp8_flat"), "mla"), ("mla_decode",)),
-    "moe": Part(_moe, ("int4_moe",)),
+    "moe": Part(_moe, ("router", "int4_moe")),
     "mla_656": Part(functools.partial(_mla, ("fp8_656",), "mla_656"), ("mla_decode",)),
 }
 

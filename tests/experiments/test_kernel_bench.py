@@ -8,7 +8,7 @@ import pytest
 
 from configs import kernel_bench as kernel_bench_config
 from experiments import bench_contract, bench_mla, kernel_bench
-from pallas_kernels import int4_moe, xla
+from pallas_kernels import int4_inline, int4_moe, moe_route, router, xla
 
 
 def _plain(layout, q, pool, layer, table, length, num_new=None, *, damage=lambda out: out, **_):
@@ -104,6 +104,26 @@ def test_contract_of_the_experts_catches_a_wrong_kernel(monkeypatch, damage):
         return
     with pytest.raises(RuntimeError, match="error"):
         bench_contract.experts(3, "one")
+
+
+@pytest.mark.parametrize("damage", ["none", "weights", "experts", "order"])
+def test_contract_of_the_router_catches_a_wrong_kernel(monkeypatch, damage):
+    def choose(logit, bias, x, layer, *, choices, factor, tokens):
+        expert, weight = xla.choose(logit, bias, choices=choices, factor=factor)
+        routing = moe_route.route(expert, layer, num_experts=bias.size, tokens=tokens)
+        if damage == "order":
+            routing = routing._replace(position=jnp.roll(routing.position, 1, 0))
+        weight, expert = weight * (1 + 1e-4 * (damage == "weights")), expert + int(damage == "experts")
+        return expert, weight, router.Prepared(routing, int4_inline.permute_k(x))
+
+    monkeypatch.setattr(router, "choose_and_route", choose)
+    if damage == "none":
+        assert bench_contract.router_of_tokens(21, "ties") < 1e-6
+        return
+    with pytest.raises(
+        RuntimeError, match={"weights": "error", "experts": "chose", "order": "ordered"}[damage]
+    ):
+        bench_contract.router_of_tokens(21, "ties")
 
 
 def test_contract_needed_by_parts_has_cases():
