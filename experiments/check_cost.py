@@ -243,6 +243,7 @@ def steps(config: ConfigDict, recorder: record.Recorder, late_s: float) -> None:
     """Times the decode step with each detector."""
     full = get_config(config.model)
     model = rank_slice(full, config.layers)
+    recorder.metric("integrity.step.layers", config.layers)
     tree = weights(model, config.seed)
     jobs: dict[Any, Any] = {}
     for batch in config.batches:

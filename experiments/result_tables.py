@@ -103,6 +103,29 @@ def faults(metrics: Metrics) -> str:
     return "\n\n".join([*parts, " ".join(lines)])
 
 
+def check_cost(metrics: Metrics) -> str:
+    """Microseconds of the check alone, and of a decode step without it and with each detector."""
+    parts = []
+    alone = _named(metrics, r"integrity\.check\.(\w+)\.b(\d+)\.(us|launches|device_operations)")
+    if alone:
+        by: dict[tuple[str, ...], float]
+        by = {(what, detector, rows): value for (detector, rows, what), value in alone.items()}
+        table = _pivot(("detector", "rows"), by, ("us", "launches", "device_operations"))
+        parts.append(f"The check alone, a table of 4,096 columns over 21,406 pages:\n\n{table}")
+    steps = _named(metrics, r"integrity\.step\.(\w+)\.b(\d+)\.l(\d+)\.us")
+    if steps:
+        by = {(f"{detector}, us", rows, context): us for (detector, rows, context), us in steps.items()}
+        added = _named(metrics, r"integrity\.overhead\.(\w+)\.b(\d+)\.l(\d+)\.percent")
+        by |= {
+            (f"{detector}, %", rows, context): percent for (detector, rows, context), percent in added.items()
+        }
+        columns = ("off, us", "tags, us", "tags, %", "tags_digest, us", "tags_digest, %")
+        layers = metrics.get("integrity.step.layers", 0)
+        table = _pivot(("batch", "context"), by, columns, digits=2)
+        parts.append(f"The engine's decode step of one rank, {layers:.0f} layers:\n\n{table}")
+    return "\n\n".join(parts)
+
+
 def several_gpus(metrics: Metrics) -> str:
     """All-reduce by message size and way, and whether tokens and dropped rows agree between ranks."""
     parts = []

@@ -67,6 +67,22 @@ def test_measured_of_the_layer_benchmark_gives_rates_and_format_ratios(results):
     assert "125 all-reduces of 22 us" in row["why"]
 
 
+def test_measured_of_the_check_sets_its_time_against_a_whole_step(results):
+    metrics = {"integrity.step.layers": 16, "integrity.check.tags.b64.us": 9.0}
+    for rows, step_us in ((1, 1600.0), (8, 3200.0), (64, 800.0)):
+        metrics[f"integrity.step.off.b{rows}.l8192.us"] = step_us
+    results("check_cost", metrics, devices=GPU)
+    found = aggregate.measured(results.root)
+    # 61/16 x 1.6 ms and 125 all-reduces of 22 us are 8.85 ms; at 8 rows 14.95 ms, at 64 rows 5.8 ms.
+    assert found["integrity.throughput_pct.min"].value == pytest.approx(-100 * 9e-3 / 8.85)
+    assert found["integrity.latency_p95_pct.min"].value == pytest.approx(100 * 9e-3 / 14.95)
+    assert found["integrity.upper_bound_pct"].value == pytest.approx(100 * 9e-3 / 5.8)
+    row = next(c for c in claims.load() if c.id == "integrity.upper_bound").settle(
+        found["integrity.upper_bound_pct"]
+    )
+    assert (row["status"], row["how"]) == ("estimated", "rank slice on one H200")
+
+
 def test_measured_of_the_layer_benchmark_takes_the_all_reduce_of_eight_gpus_not_of_two(results):
     results("kernel_bench", {"layer.kimi.fp8.b8.us": 100.0}, devices=GPU)
     two, eight = ([{"platform": "gpu", "kind": "NVIDIA H200", "count": count}] for count in (2, 8))
@@ -217,6 +233,16 @@ def test_faults_table_sums_trials_over_models_and_pages():
     assert "| A1_freed | 0/10, 8 wrong | 10/10 | 10/10 |" in text
     assert "tags: 0 false positives in 100,000 clean operations and 3,000,000,000 page checks." in text
     assert "tags adds 15 device operations to a compiled decode step. One check of the full pool" in text
+
+
+def test_check_cost_table_has_the_step_with_and_without_each_detector():
+    metrics = {"integrity.check.tags.b64.us": 9.25, "integrity.check.tags.b64.launches": 4}
+    metrics |= {"integrity.step.layers": 16, "integrity.overhead.tags.b8.l8192.percent": 0.456}
+    metrics |= {"integrity.step.off.b8.l8192.us": 2000.0, "integrity.step.tags.b8.l8192.us": 2009.1}
+    text = result_tables.check_cost(metrics)
+    assert "| tags | 64 | 9.2 | 4.0 | – |" in text
+    assert "| 8 | 8192 | 2,000.00 | 2,009.10 | 0.46 | – | – |" in text
+    assert "one rank, 16 layers" in text
 
 
 def test_several_gpus_table_has_a_column_a_way_and_the_facts():
