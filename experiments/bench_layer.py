@@ -70,17 +70,18 @@ def all_weights(model: ModelConfig, seed: int) -> tuple:
     return bench_moe.weights(model, GROUP, DISTINCT, seed), dense_weights(model, seed + 1)
 
 
-def _project(x, w, *add, norm: bool = False, gated: bool = False, prefetch=()):
-    """``x[:, g, :K] @ w[g].T`` for w [groups * O, K], or SwiGLU of it, plus ``add``: [B, groups * O] as w."""
+def _project(x, w, *add, norm: bool = False, gated: bool = False):
+    """``x[:, g, :K] @ w[g].T`` for w [groups * O, K], or SwiGLU of it, plus ``add``: bf16 [B, groups * O]."""
     rows, groups, _ = x.shape
-    if rows <= FEW:
-        options = {"epsilon": EPSILON if norm else None, "gated": gated, "out_dtype": w.dtype}
-        return skinny_matmul.skinny_matmul(x, w[None], 0, *add, prefetch=prefetch, **options)
+    # One row's product with few matrix rows is faster as XLA's reduction: 3.8 against 4.7 us.
+    if rows <= FEW and not (gated and rows == 1):
+        epsilon = EPSILON if norm else None
+        return skinny_matmul.skinny_matmul(x, w[None], 0, *add, epsilon=epsilon, gated=gated)
     x = x[..., : w.shape[1]]
     if groups > 1:
         each = w.reshape(groups, -1, w.shape[1])
         return jnp.einsum("bgk,gok->bgo", x, each).reshape(rows, -1)
-    y = (_normed_matmul if norm else _matmul)(x[:, 0].astype(w.dtype), w)
+    y = (_normed_matmul if norm else _matmul)(x[:, 0], w)
     if gated:
         gate, up = jnp.split(y, 2, axis=1)
         y = jax.nn.silu(gate) * up
@@ -132,33 +133,27 @@ def place(model: ModelConfig, table, length) -> Places:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers
-def layer_step(model: ModelConfig, layout: str, y, x, values, w, next_w, stacks, places: Places):
-    """One layer: the new residual stream, the cache with this step's token written, the experts chosen.
-
-    With few rows the kernels between the large products leave HBM idle: they prefetch the weights to come.
-    """
+def layer_step(model: ModelConfig, layout: str, y, x, values, w, stacks, places: Places):
+    """One layer: the new residual stream, the cache with this step's token written, the experts chosen."""
     q_rank, rows = model.q_lora_rank, x.shape[0]
-    few = rows <= FEW
     scale = 1.0 if layout == "fp8_flat" else None
     with jax.named_scope("attention"):
-        a = _project(x[:, None], w["qkv_a"], norm=True, prefetch=(w["q_b"], w["w_uk"]))
+        a = _project(x[:, None], w["qkv_a"], norm=True)
         q = _project(a[:, None], w["q_b"], norm=True)
         query, pool, _ = mla_prologue.mla_prologue(
             q.reshape(rows, 1, -1, model.qk_head_dim), a[:, None], w["kv_norm"][None], w["w_uk"][None], 0,
             mla_decode.Pool(values), y, places.page, places.offset, places.turns,
             layout=layout, epsilon=EPSILON, scale=scale, first=q_rank,
-            prefetch=(w["w_uv"], w["o"]) if few else (),
         )  # fmt: skip
         out, _ = mla_decode.mla_decode(
             query, pool, y, places.table, places.length, softmax_scale=model.softmax_scale,
             layout=layout, scale=scale, schedule=places.schedule, out_dtype=jnp.bfloat16,
         )  # fmt: skip
-        ahead = (w["router"], w["shared_up"])
-        out = _project(out[:, 0], w["w_uv"].reshape(-1, model.kv_lora_rank), prefetch=ahead)
+        out = _project(out[:, 0], w["w_uv"].reshape(-1, model.kv_lora_rank))
         x = _project(out[:, None], w["o"], x)
     with jax.named_scope("experts"):
         normed = _norm(x)
-        logits = _project(normed[:, None], w["router"])
+        logits = _matmul(normed.astype(jnp.float32), w["router"])
         w_up, s_up, w_down, s_down = stacks
         tiles = int4_moe.choose_config(rows * model.experts_per_token, x.shape[1], w_down.shape[-1])
         expert, weight, prepared = router.choose_and_route(
@@ -169,7 +164,7 @@ def layer_step(model: ModelConfig, layout: str, y, x, values, w, next_w, stacks,
             normed, expert, weight, w_up, s_up, w_down, s_down, y % DISTINCT, group=GROUP, prepared=prepared
         )
         hidden = _project(normed[:, None], w["shared_up"], gated=True)
-        x = _project(hidden[:, None], w["shared_down"], x, routed, prefetch=(next_w["qkv_a"],))
+        x = _project(hidden[:, None], w["shared_down"], x, routed)
         return x, pool.values, expert
 
 
@@ -178,9 +173,8 @@ def step(model: ModelConfig, layout: str, x, values, dense, stacks, table, lengt
     places = place(model, table, length)
     chosen = []
     for y in range(LAYERS):
-        # The last layer prefetches what the next run of the program does not begin with.
-        w, next_w = dense[y % DISTINCT], dense[(y + 1) % DISTINCT if y + 1 < LAYERS else 1]
-        x, values, expert = layer_step(model, layout, jnp.int32(y), x, values, w, next_w, stacks, places)
+        w = dense[y % DISTINCT]
+        x, values, expert = layer_step(model, layout, jnp.int32(y), x, values, w, stacks, places)
         chosen.append(expert)
     return x, values, chosen
 

@@ -6,7 +6,6 @@ place ``j = t % 4`` of its group, as in the PTX tables of wgmma fragments.
 """
 
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -391,33 +390,3 @@ def swap_pairs(x_N: jax.Array) -> jax.Array:
         return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=x.is_signed)
 
     return swap(x_N)
-
-
-def prefetch_share(array_gmem, part: jax.Array, parts: int) -> None:
-    """Asks for one of ``parts`` equal shares of an array to be brought into the L2; waits for nothing.
-
-    ``array_gmem``: a whole array below 2**31 bytes. All threads of one warpgroup call it.
-    """
-    piece = 1 << 14
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
-    def prefetch(_, array, nth):
-        kind = ir.MemRefType(array.type)
-        total = math.prod(kind.shape) * utils.bytewidth(kind.element_type) // 16 * 16
-        share = -(-total // (16 * parts)) * 16
-        pieces = -(-share // piece)
-        first = _times(nth.registers.item(), share)
-        end = arith.minsi(_sum(first, _i32(share)), _i32(total))
-        for begin in range(0, pieces, 128):
-            index = _sum(arith.remui(utils.thread_idx(), _i32(128)), _i32(begin))
-            at = _sum(first, _times(index, piece))
-            size = arith.minsi(arith.subi(end, at), _i32(piece))
-            wanted = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.slt, index, _i32(pieces)),
-                arith.cmpi(arith.CmpIPredicate.sgt, size, _i32(0)),
-            )
-            with utils.when(wanted):
-                pointer = _offset(utils.memref_ptr(array), at)
-                utils.inline_ptx("cp.async.bulk.prefetch.L2.global [$0], $1;", pointer, size)
-
-    prefetch(array_gmem, part)

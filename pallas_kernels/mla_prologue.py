@@ -16,7 +16,6 @@ the pool, is neither stored nor counted.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -267,7 +266,6 @@ def mla_prologue(
     epsilon: float,
     scale: Float[Array, ""] | float | None = None,
     first: int = 0,
-    prefetch: Sequence[Array] = (),
     sim: bool = False,
 ) -> tuple[Float[Array, "B T H C"], Pool, Int[Array, "tokens 2"]]:
     """Caches new tokens and returns their absorbed queries.
@@ -283,7 +281,6 @@ def mla_prologue(
       layout: one of ``mla_decode.LAYOUTS``.
       epsilon: of the norm.
       scale: "fp8_flat" only: stored = real / scale.
-      prefetch: arrays that later kernels read: brought into the L2 meanwhile, where HBM would idle.
       sim: run on array code that the GPU interpreter supports; for tests.
 
     Returns:
@@ -341,15 +338,9 @@ def mla_prologue(
         gmem = dict(zip(names, arguments[: len(names)], strict=True))
         _Block(static, gmem, dict(zip(scratch, arguments[len(names) :], strict=True))).run()
 
-    def run(*arguments):
-        if not sim:
-            for ref in arguments[: len(prefetch)]:
-                fragments.prefetch_share(ref, lax.axis_index("block"), blocks)
-        body(*arguments[len(prefetch) :])
-
     blocks = static.tokens + heads * (LATENT // TILE) * static.tiles
     query, lost = plgpu.kernel(
-        run,
+        body,
         out_type=(
             jax.ShapeDtypeStruct((static.tokens, heads, LATENT + ROPE), jnp.bfloat16),
             jax.ShapeDtypeStruct((static.tokens, 2), jnp.int32),
@@ -359,6 +350,6 @@ def mla_prologue(
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=2048),
         kernel_name="mla_prologue",
-    )(*prefetch, *inputs.values(), *refs.values())
+    )(*inputs.values(), *refs.values())
     query = query[:count].reshape(rows, steps, heads, LATENT + ROPE)
     return query, Pool(**{name: jax.freeze(ref) for name, ref in refs.items()}), lost[:count]

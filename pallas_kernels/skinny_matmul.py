@@ -6,15 +6,11 @@ warps share K, and each lane loads 16 bytes of a row at a time straight into the
 ``mma.m16n8k16``; the tokens are the 8 columns of B, loaded the same way. Both have K in the same order, so
 any order will do. RMSNorm is a factor of the finished sum, from the very values that a lane multiplies.
 
-Weights in f32 (a router's) are three bf16 terms each, made in registers: products with bf16 tokens are exact.
-
 Weights are read once, without a ring in shared memory: ``Config.depth`` steps a warp are in flight in
 registers.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +24,7 @@ from jaxlib.mlir.dialects import math as mlir_math
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common import require
-from pallas_kernels.fragments import _i32, _offset, _sum, _times, prefetch_share
+from pallas_kernels.fragments import _i32, _offset, _sum, _times
 
 HALF = 8  # rows of half an A operand
 STEP = 32  # of K that a warp multiplies at a time
@@ -70,71 +66,39 @@ def _multiply(
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         k = w.type.shape[1]
         steps = k // (config.warps * STEP)
-        wide = ir.MemRefType(w.type).element_type == f32
-        w_bytes = 4 if wide else 2
-        row_bytes = w_bytes * ir.MemRefType(w.type).get_strides_and_offset()[0][0]
+        row_bytes = 2 * ir.MemRefType(w.type).get_strides_and_offset()[0][0]
         thread = utils.thread_idx()
         warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
         group, place = arith.divui(lane, _i32(4)), arith.remui(lane, _i32(4))
-        along_k = _sum(_times(warp, STEP * steps), _times(place, 8))
+        along_k = _sum(_times(warp, 2 * STEP * steps), _times(place, 16))
         # Groups beyond the rows read the first ones' again, at no cost in bytes; nobody reads their sums.
         own_row = _times(arith.remui(group, _i32(config.half)), row_bytes)
-        w_low, w_high = (
-            _offset(utils.memref_ptr(ref), _sum(own_row, _times(along_k, w_bytes))) for ref in (w, high_w)
-        )
+        w_low, w_high = (_offset(utils.memref_ptr(ref), _sum(own_row, along_k)) for ref in (w, high_w))
         # A token that is not there reads the last one's, and is not written.
         token_rows = [arith.minui(_sum(group, _i32(8 * t)), _i32(tokens - 1)) for t in range(tiles)]
         x_pointers = [
-            _offset(utils.memref_ptr(x), _sum(_times(row, 2 * stride), _times(along_k, 2)))
-            for row in token_rows
+            _offset(utils.memref_ptr(x), _sum(_times(row, 2 * stride), along_k)) for row in token_rows
         ]
         zero = utils.c(0.0, f32)
         acc = [[zero] * 4 for _ in range(tiles)]
         squares = [zero] * tiles
 
-        def load(pointer, offset, hint=""):
+        def load(pointer, step, hint=""):
             return utils.inline_ptx(
                 f"ld.global{hint}.v4.u32 {{$0, $1, $2, $3}}, [$4];",
-                _offset(pointer, _i32(offset)),
+                _offset(pointer, _i32(2 * STEP * step)),
                 result_types=(i32,) * 4,
             )
 
-        def load_w(pointer, step):
-            """The eight weights of a lane, as 4 words of bf16 or 8 of f32."""
-            at, hint = w_bytes * STEP * step, ".nc.L1::no_allocate"
-            return [word for part in range(w_bytes // 2) for word in load(pointer, at + 16 * part, hint)]
-
-        def halves(word):
-            """Both bf16 of a word, as f32."""
-            return [
-                utils.bitcast(x, f32) for x in (arith.shli(word, _i32(16)), arith.andi(word, _i32(-65536)))
-            ]
-
-        def terms(words):
-            """The weights as sums of bf16: f32 are three of them, exactly."""
-            if not wide:
-                return [words]
-            rest = [utils.bitcast(word, f32) for word in words]
-            found = []
-            for _ in range(3):
-                pairs = zip(rest[::2], rest[1::2], strict=True)
-                found.append(
-                    [utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", *p, result_types=i32) for p in pairs]
-                )
-                taken = [x for word in found[-1] for x in halves(word)]
-                rest = [arith.subf(x, y) for x, y in zip(rest, taken, strict=True)]
-            return found
-
         def fetch(step):
-            xs = [load(pointer, 2 * STEP * step) for pointer in x_pointers]
-            return load_w(w_low, step), load_w(w_high, step), xs
+            hint = ".nc.L1::no_allocate"
+            return load(w_low, step, hint), load(w_high, step, hint), [load(p, step) for p in x_pointers]
 
         ring = [fetch(step) for step in range(min(config.depth, steps))]
         for step in range(steps):
-            low_words, high_words, xs = ring[step % config.depth]
-            operands = list(zip(terms(low_words), terms(high_words), strict=True))
+            low, high, xs = ring[step % config.depth]
             for t, words in enumerate(xs):
-                for (low, high), half in itertools.product(operands, (0, 2)):
+                for half in (0, 2):
                     acc[t] = list(
                         utils.inline_ptx(
                             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3},"
@@ -145,8 +109,10 @@ def _multiply(
                         )
                     )  # fmt: skip
                 if epsilon is not None:
-                    for value in itertools.chain.from_iterable(map(halves, words)):
-                        squares[t] = mlir_math.fma(value, value, squares[t])
+                    for word in words:
+                        for bits in (arith.shli(word, _i32(16)), arith.andi(word, _i32(-65536))):
+                            value = utils.bitcast(bits, f32)
+                            squares[t] = mlir_math.fma(value, value, squares[t])
             if step + config.depth < steps:
                 ring[step % config.depth] = fetch(step + config.depth)
 
@@ -214,7 +180,6 @@ def skinny_matmul(
     w: Float[Array, "Y out k"],
     layer: Int[Array, ""] | int,
     *add: Float[Array, "T features"],
-    prefetch: Sequence[Array] = (),
     epsilon: float | None = None,
     first: int = 0,
     gated: bool = False,
@@ -226,10 +191,9 @@ def skinny_matmul(
 
     Args:
       x: up to 32 tokens. The rows of a matrix fall into as many equal groups as x has, each with its own x.
-      w: stacked matrices, bf16 or f32, K-minor; ``out`` a multiple of a block's rows a group, k of 128.
-      layer: which of them, may be traced; a plain int saves the kernel a dependent load.
+      w: stacked matrices, K-minor; ``out`` a multiple of a block's rows a group, k of 128.
+      layer: which of them, may be traced; a plain int saves a dependent load.
       add: arrays of the result's shape and type that are added to it, before it is rounded.
-      prefetch: arrays that later kernels read: brought into the L2 meanwhile, where HBM would idle.
       epsilon: divide by ``sqrt(mean(x^2) + epsilon)``, or None.
       first: column of x that meets the first of w, a multiple of 8.
       gated: SwiGLU: the rows are those of a gate, then as many of ``up``; the result is silu(gate) * up.
@@ -242,9 +206,8 @@ def skinny_matmul(
     """
     tokens, groups, columns = x.shape
     _, rows, k = w.shape
-    require(x.dtype == jnp.bfloat16, f"x is {x.dtype}: must be bfloat16", NotImplementedError)
-    known = w.dtype in (jnp.bfloat16, jnp.float32)
-    require(known, f"w is {w.dtype}: must be bfloat16 or float32", NotImplementedError)
+    for name, dtype in (("x", x.dtype), ("w", w.dtype)):
+        require(dtype == jnp.bfloat16, f"{name} is {dtype}: must be bfloat16", NotImplementedError)
     require(out_dtype in (jnp.bfloat16, jnp.float32), f"out_dtype={out_dtype}: must be bfloat16 or float32")
     require(1 <= tokens <= TOKENS, f"{tokens} tokens: must be 1 to {TOKENS}", NotImplementedError)
     require(
@@ -276,15 +239,8 @@ def skinny_matmul(
     def body(*refs):
         x_gmem, w_gmem, *rest = refs
         which = layer if isinstance(layer, int) else rest.pop(0)[0]
-        add_gmem, (*ahead_gmem, out_gmem, parts_smem) = rest[: len(add)], rest[len(add) :]
+        *add_gmem, out_gmem, parts_smem = rest
         block = lax.axis_index("block")
-        if not sim:
-            for ref in ahead_gmem:
-
-                @pl.when(lax.axis_index("warpgroup") == 0)
-                def _(ref=ref):
-                    prefetch_share(ref, block, rows // block_rows)
-
         x_gmem = x_gmem.at[:, block // (rows // block_rows // groups), pl.ds(first, k)]
         step = config.half if gated else block_rows
         low = block * step
@@ -320,4 +276,4 @@ def skinny_matmul(
         thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((parts,), jnp.float32)],
         kernel_name=f"skinny_matmul_{rows}x{k}",
-    )(*inputs.values(), *add, *prefetch)
+    )(*inputs.values(), *add)

@@ -114,14 +114,13 @@ SHAPES = {
     "w_uv": (16, 8, 512, 1024, 512, None, False),
     "o": (8, 1, 1024, 7168, 1024, None, False),
     "shared_up": (8, 1, 7168, 512, 7168, None, True),
-    "router": (8, 1, 7168, 384, 7168, None, False),
 }
 
 
 def compiled_call(name):
     tokens, groups, columns, rows, k, epsilon, gated = SHAPES[name]
     x = jax.ShapeDtypeStruct((tokens, groups, columns), jnp.bfloat16)
-    w = jax.ShapeDtypeStruct((3, rows, k), jnp.float32 if name == "router" else jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((3, rows, k), jnp.bfloat16)
     call = functools.partial(skinny_matmul.skinny_matmul, epsilon=epsilon, gated=gated)
     return call, x, w, jax.ShapeDtypeStruct((), jnp.int32)
 
