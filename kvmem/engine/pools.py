@@ -86,6 +86,11 @@ class DevicePools:
         if param_specs is None and any(mesh is not None for mesh in self._meshes.values()):
             raise ValueError("a mesh needs param_specs by phase")
         self.apart = self._meshes["prefill"] != self._meshes["decode"]
+        if self.apart and jax.process_count() > 1:
+            raise NotImplementedError(
+                f"a mesh for each phase in {jax.process_count()} processes: each would see a hand-over "
+                "arrive at a step of its own, and their programs would part; give both phases one mesh"
+            )
         self.model = model
         self.config = config
         self.params = dict(params)

@@ -51,7 +51,7 @@ def test_B8_churn_every_answer_equals_solo_and_pages_are_conserved(make_engine, 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_churn_soak_of_2200_requests_equals_solo(make_engine, solo):
-    soak(make_engine, solo, count=2200, check_each=10)
+    soak(make_engine, solo, count=2200, check_each=1)
 
 
 FAULTS = ("other", "beyond", "negative", "swap", "freed", "epoch")

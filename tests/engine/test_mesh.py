@@ -135,3 +135,9 @@ def test_engine_meshes_of_one_phase_only_are_refused(make):
         Engine(model, {}, CONFIG, {"prefill": None})
     with pytest.raises(ValueError, match="needs param_specs"):
         Engine(model, {}, CONFIG, {"prefill": make_mesh(2), "decode": None})
+
+
+def test_engine_with_a_mesh_per_phase_in_several_processes_is_refused(make, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(NotImplementedError, match="a mesh for each phase in 2 processes"):
+        make(make_mesh(2, jax.devices()[:2]), None)
