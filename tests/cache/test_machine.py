@@ -38,6 +38,7 @@ class Ops:
     """The device operations; a mutation replaces one."""
 
     append = staticmethod(pages.append)
+    allocate = staticmethod(pages.allocate)
     share = staticmethod(pages.share)
     retain = staticmethod(pages.retain)
     drop = staticmethod(pages.drop)
@@ -64,9 +65,10 @@ class PageMachine(RuleBasedStateMachine):
         self.expectation = tags.extend(self.expectation, self.state, _one(row))
 
     def _append(self, row: int, tokens: int) -> bool:
-        tail = self.model.rows[row][self.lengths[row] // PAGE_SIZE :]
-        need = -(-(self.lengths[row] + tokens) // PAGE_SIZE) - len(self.model.rows[row])
-        writable = all(self.model.refs[p] == 1 and not self.model.pins[p] for p in tail[: max(0, need) + 1])
+        first, last = self.lengths[row] // PAGE_SIZE, -(-(self.lengths[row] + tokens) // PAGE_SIZE)
+        need = last - len(self.model.rows[row])
+        touched = self.model.rows[row][first:last]
+        writable = all(self.model.refs[p] == 1 and not self.model.pins[p] for p in touched)
         expected = writable and self.model.grow(row, max(0, need))
         self.lengths[row] += tokens if expected else 0
         tokens_B = np.where(np.arange(ROWS) == row, tokens, 0).astype(np.int32)
@@ -78,6 +80,15 @@ class PageMachine(RuleBasedStateMachine):
     @rule(row=rows, tokens=st.integers(1, 2 * PAGE_SIZE + 1))
     def append(self, row, tokens):
         self._append(row, tokens)
+
+    @rule(row=rows, count=st.integers(1, 2))
+    def allocate(self, row, count):
+        """Reserves pages, which later tokens fill."""
+        expected = self.model.grow(row, count)
+        pages_B = jnp.asarray(np.where(np.arange(ROWS) == row, count, 0).astype(np.int32))
+        self.state, ok_B = self.ops.allocate(self.state, pages_B)
+        assert bool(ok_B[row]) == expected
+        self._extend(row)
 
     @rule(row=rows, donor=rows, count=st.integers(1, COLUMNS), more=st.integers(0, PAGE_SIZE))
     def share_or_fork(self, row, donor, count, more):
@@ -255,6 +266,12 @@ def _release_that_trusts_the_table(state, mask_B, expectation=None):
     return pages.release(state, mask_B)
 
 
+def _allocate_that_takes_what_it_refuses(state, pages_B):
+    after, ok_B = pages.allocate(state, pages_B)
+    partly, _ = pages.allocate(state, jnp.minimum(pages_B, 1))
+    return (after if bool(jnp.all(ok_B)) else partly), ok_B
+
+
 def _append_that_overallocates(state, tokens_B):
     after, ok_B = pages.append(state, tokens_B)
     return after, ok_B | (tokens_B > 0)
@@ -282,6 +299,7 @@ def _share_that_does_not_count(state, *args):
         pytest.param("release", _release_that_frees_pinned, id="A3_pinned_page_freed"),
         pytest.param("release", _release_that_trusts_the_table, id="E2_abort_trusts_the_table"),
         pytest.param("append", _append_that_overallocates, id="refusal_reported_as_success"),
+        pytest.param("allocate", _allocate_that_takes_what_it_refuses, id="refused_row_takes_pages"),
         pytest.param("unpin", _unpin_that_leaks, id="B2_unpin_leaks"),
         pytest.param("drop", _drop_that_frees_shared, id="A7_freed_twice"),
         pytest.param("share", _share_that_does_not_count, id="E4_share_not_counted"),
