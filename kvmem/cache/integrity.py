@@ -61,9 +61,7 @@ COVERAGE: tuple[Coverage, ...] = (
     Coverage("format", "index_f32, index_bf16, index_132", _YES, _YES, "tests/cache/test_tags.py"),
     Coverage("hardware", "CPU, one device", _YES, _YES, _MATRIX),
     Coverage("hardware", "8-device mesh: ranks agree", _YES, _YES, "tests/cache/test_integrity.py"),
-    Coverage(
-        "hardware", "H200", "same program, not measured here", "same program, not measured here", "none"
-    ),
+    Coverage("hardware", "two H200s: ranks agree", _YES, "not measured", "experiments.multi_gpu"),
     Coverage(
         "fault", "page freed, reused, of another owner, in wrong order, out of range", _YES, _YES, _MATRIX
     ),
