@@ -91,12 +91,12 @@ def test_engine_with_a_mesh_per_phase_widens_answers_across_them(single, apart):
 
 
 @pytest.mark.slow
-def test_engine_with_one_mesh_for_both_phases_answers_as_on_one_device(make, single):
-    mesh = make_mesh(2)
-    both = make(mesh, mesh)
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (None, 2), (2, None)])
+def test_engine_with_one_mesh_or_a_mesh_for_one_phase_answers_as_on_one_device(make, single, prefill, decode):
+    engine = make(*(None if ranks is None else make_mesh(ranks) for ranks in (prefill, decode)))
     requests = [dataclasses.replace(r, request_id=f"b{i}") for i, r in enumerate(some_requests(5, seed=22))]
-    assert [r.tokens for r in both.run(requests)] == [r.tokens for r in single.run(requests)]
-    assert not both.pools.apart
+    assert [r.tokens for r in engine.run(requests)] == [r.tokens for r in single.run(requests)]
+    assert engine.pools.apart == (prefill != decode)
 
 
 def test_ranks_agree_on_a_fault_of_one_of_them(single, apart):
