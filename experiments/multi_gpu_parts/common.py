@@ -99,11 +99,12 @@ def options(names: str) -> dict[str, Any]:
 
 
 def compile_all(
-    jobs: Mapping[Any, tuple[Any, tuple]], options: Mapping[Any, dict[str, Any]] | None = None
+    jobs: Mapping[Any, tuple[Any, tuple]], settings: Mapping[Any, dict[str, Any]] | None = None
 ) -> dict[Any, Any]:
-    """Compiles ``name -> (jitted function, its arguments)`` at once: tracing in turn, XLA in threads.
+    """Compiles ``name -> (jitted function, its arguments)``: tracing in turn, XLA in threads beside it.
 
-    ``options`` are compiler options by name. A job that fails has its exception as its value.
+    ``settings`` are compiler options by name; jobs of one function are traced once. A job that fails has its
+    exception as its value.
     """
 
     def attempt(work: Callable[..., Any], *args: Any) -> Any:
@@ -112,14 +113,19 @@ def compile_all(
         except Exception as error:  # one job of many: reported by whoever wants it
             return error
 
-    lowered = {name: attempt(function.lower, *args) for name, (function, args) in jobs.items()}
+    lowered: dict[int, Any] = {}
+    done: dict[Any, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        waiting = {
-            name: pool.submit(attempt, item.compile, (options or {}).get(name))
-            for name, item in lowered.items()
-            if hasattr(item, "compile")
-        }
-        return {name: waiting[name].result() if name in waiting else item for name, item in lowered.items()}
+        for name, (function, args) in jobs.items():
+            if id(function) not in lowered:
+                lowered[id(function)] = attempt(function.lower, *args)
+            item = lowered[id(function)]
+            compiles = hasattr(item, "compile")
+            done[name] = pool.submit(attempt, item.compile, (settings or {}).get(name)) if compiles else item
+    return {
+        name: value.result() if isinstance(value, concurrent.futures.Future) else value
+        for name, value in done.items()
+    }
 
 
 def seconds(run: Callable[[], Any], repeats: int) -> tuple[float, float]:

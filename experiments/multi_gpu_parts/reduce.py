@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,8 +49,8 @@ class Way:
 
 
 WAYS = {
-    "nccl": Way("nccl", "nccl"),
-    "nccl_graph": Way("nccl", "nccl", "graph"),
+    "nccl": Way("nccl"),  # XLA's all-reduce, which is NCCL's or a kernel of XLA's own: the trace says which
+    "nccl_graph": Way("nccl", "", "graph"),
     "xla_oneshot": Way("nccl", "", "oneshot"),
     "nccl_norm": Way("nccl"),
     "mosaic": Way("mosaic", "_sum_body"),
@@ -182,18 +183,23 @@ def allreduce(config: Mapping[str, Any], out: Findings, hows: Sequence[str]) -> 
         for kind, job in _jobs(config, mesh, kib, how).items()
     }
     compiled = compile_all(jobs, {key: _options(*key[1:]) for key in jobs})
-    for (kib, how, kind), program in compiled.items():
-        name = f"allreduce.n{ranks}.{kib}.{how}"
-        missing = f"{name}.{'us' if kind == 'time' else 'wrong'}"
-        if isinstance(program, Exception):
-            out.missing(missing, f"{type(program).__name__}: {program}".splitlines()[0][:300])
-            continue
-        run = functools.partial(program, *jobs[kib, how, kind][1])
-        with out.turn():
-            try:
-                _check(out, name, run, c) if kind == "check" else _time(out, name, how, run, c, ranks)
-            except Exception as error:  # one cell of many
-                out.missing(missing, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+    for task in (_check, _time, _trace):  # the trace last: with it a collective was once seen to hang
+        for (kib, how, kind), program in compiled.items():
+            if kind != ("check" if task is _check else "time") or (
+                task is _trace and kib not in c["traced_kib"]
+            ):
+                continue
+            name = f"allreduce.n{ranks}.{kib}.{how}"
+            missing = f"{name}.{ {_check: 'wrong', _time: 'wall_us', _trace: 'us'}[task] }"
+            if isinstance(program, Exception):
+                out.missing(missing, f"{type(program).__name__}: {program}".splitlines()[0][:300])
+                continue
+            run = functools.partial(program, *jobs[kib, how, kind][1])
+            with out.turn():
+                try:
+                    task(out, name, how, run, c, ranks)
+                except Exception as error:  # one cell of many
+                    out.missing(missing, f"{type(error).__name__}: {error}".splitlines()[0][:300])
 
 
 def _options(how: str, kind: str) -> dict[str, Any]:
@@ -241,7 +247,9 @@ def _jobs(config: Mapping[str, Any], mesh: Mesh, kib: int, how: str) -> dict[str
     }
 
 
-def _check(out: Findings, name: str, run: Callable[[], Any], c: Mapping[str, Any]) -> None:
+def _check(
+    out: Findings, name: str, how: str, run: Callable[[], Any], c: Mapping[str, Any], ranks: int
+) -> None:
     worst = float(np.asarray(run()).max())
     if name.endswith("_norm"):
         out.metric(f"{name}.worst_bf16_steps", min(worst, 1e9))
@@ -250,23 +258,39 @@ def _check(out: Findings, name: str, run: Callable[[], Any], c: Mapping[str, Any
     out.metric(f"{name}.calls", c["check_calls"])
 
 
+def _calls(how: str, c: Mapping[str, Any], ranks: int) -> tuple[int, int]:
+    """Calls of a timed program, and exchanges of each."""
+    exchanges = EXCHANGES if how == "mosaic_exchange" else 1
+    if how.endswith("_norm"):
+        return NORM_CALLS * -(-c["time_calls"] // NORM_CALLS), 1
+    return chained_calls(ranks, c["time_calls"] // exchanges), exchanges
+
+
 def _time(
     out: Findings, name: str, how: str, run: Callable[[], Any], c: Mapping[str, Any], ranks: int
 ) -> None:
     if not on_gpu():
         jax.block_until_ready(run())
-        return out.missing(f"{name}.us", ON_CPU)
-    exchanges = EXCHANGES if how == "mosaic_exchange" else 1
-    calls = chained_calls(ranks, c["time_calls"] // exchanges)
-    if how.endswith("_norm"):
-        calls = NORM_CALLS * -(-c["time_calls"] // NORM_CALLS)
+        return out.missing(f"{name}.wall_us", ON_CPU)
+    calls, exchanges = _calls(how, c, ranks)
     median_s, spread_s = seconds(run, c["repeats"])
     out.metric(f"{name}.wall_us", median_s / calls / exchanges * 1e6)
-    out.metric(f"{name}.wall_spread_us", spread_s / calls / exchanges * 1e6)
+    return out.metric(f"{name}.wall_spread_us", spread_s / calls / exchanges * 1e6)
+
+
+def _trace(
+    out: Findings, name: str, how: str, run: Callable[[], Any], c: Mapping[str, Any], ranks: int
+) -> None:
+    if not on_gpu():
+        return out.missing(f"{name}.us", ON_CPU)
+    calls, exchanges = _calls(how, c, ranks)
     seen = profile(run, calls, WAYS[how].kernel)
     # Of many exchanges in a launch the kernel's own time counts, of calls also the way from one to the next.
     out.metric(f"{name}.us", seen.kernel_us / exchanges if exchanges > 1 else seen.us)
     out.metric(f"{name}.kernel_us", seen.kernel_us / exchanges)
     out.metric(f"{name}.launches", seen.launches)
-    out.note(f"{name}.kernels", dict(list(seen.kernels.items())[:3]))
-    return None
+    kernels: dict[str, float] = {}
+    for title, us in seen.kernels.items():  # XLA numbers its kernels
+        plain = re.sub(r"\d+", "#", title)
+        kernels[plain] = round(kernels.get(plain, 0.0) + us, 3)
+    return out.note(f"{name}.kernels", dict(list(kernels.items())[:4]))

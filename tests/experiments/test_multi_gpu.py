@@ -86,7 +86,9 @@ def test_allreduce_part_checks_on_cpu_and_has_no_timings(out):
     reduce.allreduce(CONFIG, out, ("nccl",))
     assert out.metrics["allreduce.n2.6.nccl.wrong"] == 0
     assert out.metrics["allreduce.n2.6.nccl.calls"] == CONFIG["allreduce"]["check_calls"]
-    assert set(out.absent) == {f"allreduce.n2.{kib}.nccl.us" for kib in CONFIG["allreduce"]["kib"]}
+    assert set(out.absent) == {
+        f"allreduce.n2.{kib}.nccl.{what}" for kib in CONFIG["allreduce"]["kib"] for what in ("us", "wall_us")
+    }
     reduce.allreduce(CONFIG, out, ("mosaic",))
     assert out.absent["allreduce.n2.2.mosaic.us"] == common.ON_CPU
 
