@@ -225,7 +225,7 @@ TABLES: dict[str, Table] = {
     "check": Table("check_cost", lambda items: result_tables.check_cost(_metrics(items)), every=True),
     "faults": Table("detection_matrix", lambda items: result_tables.faults(_metrics(items)), every=True),
     "serving": Table("serve_trace", lambda items: result_tables.serving(_metrics(items)), every=True),
-    "gpus": Table("multi_gpu", lambda items: result_tables.several_gpus(_metrics(items))),
+    "gpus": Table("multi_gpu", lambda items: result_tables.several_gpus(_metrics(items)), every=True),
 }
 
 
