@@ -48,6 +48,7 @@ class Config:
         warpgroups: warpgroups that multiply, 64 rows of weights each.
         stages: stages of the pipeline.
         k_splits: parts of K of the first product, more than one for the smallest batches only.
+        chunk: K of a step, 256 or 128; 128 also where D or F is no multiple of 256.
         ctas: blocks of threads; all of them must fit on the GPU at once.
     """
 
@@ -55,6 +56,7 @@ class Config:
     warpgroups: int = 4
     stages: int = 5
     k_splits: int = 1
+    chunk: int = 256
     ctas: int = 132
 
 
@@ -75,7 +77,7 @@ class _Plan:
     @property
     def chunk(self) -> int:
         """K of a step."""
-        return 256 if self.d % 256 == 0 and self.f % 256 == 0 else 128
+        return self.config.chunk if self.d % 256 == 0 and self.f % 256 == 0 else 128
 
     @property
     def rows(self) -> int:
@@ -668,6 +670,8 @@ def _check(
 
 def _check_plan(p: _Plan) -> None:
     c = p.config
+    if c.chunk not in (128, 256):
+        raise ValueError(f"chunk={c.chunk}: 128 or 256 columns a step")
     if not 1 <= c.warpgroups <= 4:
         raise ValueError(f"{c.warpgroups} warpgroups, 1 to 4 are possible")
     for name, outs in (("2F", 2 * p.f), ("D", p.d)):

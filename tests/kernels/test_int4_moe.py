@@ -96,7 +96,7 @@ XLA_CASES = [
 INTERPRETED_CASES = [
     Case(3, 4, 256, 128, 2),
     Case(1, 4, 512, 128, 3, config=Config(8, 2, 3, k_splits=2, ctas=3)),  # a path of its own
-    Case(11, 3, 512, 256, 2, group=64, load="one", config=Config(16, 4, 3, ctas=2)),
+    Case(11, 3, 512, 256, 2, group=64, load="one", config=Config(16, 4, 3, chunk=128, ctas=2)),
     Case(2, 3, 1024, 128, 2, group=128, load="zipf", config=Config(8, 1, 4, k_splits=4, ctas=3)),
 ]
 
@@ -197,6 +197,7 @@ BAD = {
     "rows": ({"config": Config(8, 3, 3)}, ValueError, "items of 192"),
     "k": ({"config": Config(8, 1, 3, k_splits=3)}, ValueError, "3 parts"),
     "stages": ({"config": Config(8, 1, 2)}, ValueError, "stages"),
+    "chunk": ({"config": Config(8, 1, 3, chunk=64)}, ValueError, "chunk=64"),
     "memory": ({"config": Config(8, 2, 40)}, ValueError, "shared memory"),
 }
 
