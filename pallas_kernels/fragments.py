@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
@@ -19,6 +19,13 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 WGMMA = plgpu.Layout.WGMMA
 COLUMNS = WGMMA.reduce(0)  # one value per column of a WGMMA array
 ROWS = WGMMA.reduce(1)  # one value per row
+# 64 values: a lane holds a pair of neighbours, every warp all of them.
+PAIRS = plgpu.Layout.TILED(
+    fragmented_array.Tiling(((64,), (2,))),
+    warp_dims=(fragmented_array.Replicated(4),),
+    lane_dims=(-2,),
+    vector_dim=-1,
+)
 
 
 def _i32(value: int) -> ir.Value:
@@ -376,12 +383,12 @@ def store_transposed(x_MN: jax.Array, out_gmem, *, words: int | None) -> None:
     store(x_MN, out_gmem)
 
 
-def swap_pairs(x_N: jax.Array) -> jax.Array:
-    """Exchanges elements 2i and 2i + 1 of an array in layout ``COLUMNS``: each thread holds whole pairs."""
+def swap_pairs(x_R: jax.Array) -> jax.Array:
+    """Exchanges elements 2i and 2i + 1 of an array of 64 in layout ``PAIRS``."""
 
     @plgpu.inline_mgpu(
-        arg_types=(COLUMNS,),
-        return_type=plgpu.ShapeDtypeStruct(x_N.shape, x_N.dtype, layout=COLUMNS),
+        arg_types=(PAIRS,),
+        return_type=plgpu.ShapeDtypeStruct(x_R.shape, x_R.dtype, layout=PAIRS),
     )
     def swap(_, x):
         out = np.empty_like(x.registers)
@@ -389,4 +396,4 @@ def swap_pairs(x_N: jax.Array) -> jax.Array:
             out[index] = vector.shuffle(register, register, [1, 0])
         return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=x.is_signed)
 
-    return swap(x_N)
+    return swap(x_R)

@@ -4,8 +4,9 @@ Per new token: RMSNorm of the latent, rotation of the key, quantisation and the 
 token and head: the product of the query with ``w_uk`` (absorption) and its rotation, written side by side as
 ``mla_decode`` reads them. In plain JAX these are six to ten launches that move next to nothing.
 
-**Blocks.** One block a token normalises, rotates and stores. One block for each head and 64 latents absorbs:
-latents on wgmma's M side, tokens on N; below eight tokens a product and a sum in registers.
+**Blocks.** One block a token norms, rotates and stores; another rotates its queries. One block for each head
+and 64 or 32 latents absorbs: latents on wgmma's M side, tokens on N; below eight tokens a product and a sum
+in registers. Code that runs once costs 5 to 9 cycles an instruction to fetch: blocks are many and short.
 
 The pool is updated in place: it goes in as mutable references (``jax.new_ref``), which compile to aliased
 operands. Values are those of ``kvmem``'s ``rmsnorm``, ``rotate``
@@ -16,6 +17,7 @@ the pool, is neither stored nor counted.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +32,11 @@ from pallas_kernels.mla_decode import GROUP, GROUPS, LATENT, LAYOUTS, PAGE, ROPE
 
 E4M3_MAX, BF16_MAX = 448.0, float(jnp.finfo(jnp.bfloat16).max)
 PADDING_PAGE = 0
-TILE = 64  # latents of one absorbing block, and the most tokens of it
+TILE = 64  # most latents and most tokens of one absorbing block
 _B16 = smem_tiles(64, 128)
-_LANES = plgpu.Layout.WG_STRIDED((GROUP,), vec_size=1)
+_NOT_FINITE = 1 << 16  # what a value that is not finite adds to a count of clipped ones
+_pairs = functools.partial(plgpu.load, layout=fragments.PAIRS, optimized=False)
+_lanes = functools.partial(plgpu.load, layout=plgpu.Layout.WG_STRIDED((GROUP,), vec_size=1), optimized=False)
 
 
 def rotation(
@@ -76,6 +80,16 @@ class _Static:
     def tiles(self) -> int:
         return self.tokens // self.columns
 
+    @property
+    def latents(self) -> int:
+        """Latents of one absorbing block; fewer where they are summed up without wgmma."""
+        return TILE if self.tokens % 8 == 0 else TILE // 2
+
+    @property
+    def absorbing(self) -> int:
+        """Absorbing blocks."""
+        return self.heads * (LATENT // self.latents) * self.tiles
+
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
@@ -90,56 +104,68 @@ class _Block:
 
         @pl.when(block < tokens)
         def _():
-            self._token(block)
+            self._cache(block)
 
-        @pl.when(block >= tokens)
+        @pl.when((block >= tokens) & (block < 2 * tokens))
         def _():
-            nth = block - tokens
-            chunk, rest = lax.rem(nth, LATENT // TILE), nth // (LATENT // TILE)
+            self._rotate(block - tokens)
+
+        @pl.when(block >= 2 * tokens)
+        def _():
+            nth = block - 2 * tokens
+            chunks = LATENT // self.static.latents
+            chunk, rest = lax.rem(nth, chunks), nth // chunks
             absorb = self._multiply if self.static.tokens % 8 == 0 else self._sum
             absorb(lax.rem(rest, self.static.heads), chunk, rest // self.static.heads)
 
-    def _token(self, n) -> None:
-        """Caches token ``n`` and rotates its queries."""
-        static, gmem = self.static, self.gmem
-        page, offset = gmem["page"][n], gmem["offset"][n]
-        columns = functools.partial(plgpu.load, layout=fragments.COLUMNS, optimized=False)
-        lanes = functools.partial(plgpu.load, layout=_LANES, optimized=False)
-        raw = [
-            lanes(gmem["compressed"].at[n, pl.ds(static.first + GROUP * g, GROUP)]).astype(jnp.float32)
-            for g in range(GROUPS)
-        ]
-        cos, sin = columns(gmem["cos"].at[n]), columns(gmem["sin"].at[n])
+    def _turn(self, n) -> Callable:
+        """The rotation by token ``n``'s position, f32 to bf16."""
+        cos, sin = (_pairs(self.gmem[name].at[n]) for name in ("cos", "sin"))
 
         def turn(x):
             x = x.astype(jnp.float32)
             return (x * cos + self._swap(x) * sin).astype(jnp.bfloat16)
 
-        key = turn(columns(gmem["compressed"].at[n, pl.ds(static.first + LATENT, ROPE)]))
+        return turn
+
+    def _rotate(self, n) -> None:
+        """Rotates the queries of token ``n``."""
+        static, gmem = self.static, self.gmem
+        turn = self._turn(n)
         for head in range(static.heads):
-            q = columns(gmem["q"].at[n, head, pl.ds(static.nope, ROPE)])
+            q = _pairs(gmem["q"].at[n, head, pl.ds(static.nope, ROPE)])
             gmem["query"].at[n, head, pl.ds(LATENT, ROPE)][...] = turn(q)
+
+    def _cache(self, n) -> None:
+        """Norms, rotates and stores the entry of token ``n``."""
+        static, gmem = self.static, self.gmem
+        page, offset = gmem["page"][n], gmem["offset"][n]
+        raw = [
+            _lanes(gmem["compressed"].at[n, pl.ds(static.first + GROUP * g, GROUP)]).astype(jnp.float32)
+            for g in range(GROUPS)
+        ]
+        key = self._turn(n)(_pairs(gmem["compressed"].at[n, pl.ds(static.first + LATENT, ROPE)]))
         square = functools.reduce(jnp.add, (x * x for x in raw))
         factor = lax.rsqrt(jnp.sum(square) * (1.0 / LATENT) + static.epsilon)
         latent = []
         for g, x in enumerate(raw):
-            weight = lanes(gmem["norm"].at[self._layer(), pl.ds(GROUP * g, GROUP)])
+            weight = _lanes(gmem["norm"].at[self._layer(), pl.ds(GROUP * g, GROUP)])
             normal = (x * factor).astype(jnp.bfloat16).astype(jnp.float32)
             latent.append((normal * weight.astype(jnp.float32)).astype(jnp.bfloat16).astype(jnp.float32))
 
         real = (page > PADDING_PAGE) & (page < static.pages)
 
-        def count(*lost):
-            for k, each in enumerate(lost):
-                gmem["lost"][n, k] = each
+        def count(lost):
+            gmem["lost"][n, 0] = lost & (_NOT_FINITE - 1)
+            gmem["lost"][n, 1] = lost >> 16
 
         @pl.when(real)
         def _():
-            count(*self._store((gmem["layer"][0], page, offset), latent, key.astype(jnp.float32)))
+            count(self._store((gmem["layer"][0], page, offset), latent, key.astype(jnp.float32)))
 
         @pl.when(jnp.logical_not(real))
         def _():
-            count(jnp.int32(0), jnp.int32(0))
+            count(jnp.int32(0))
 
     def _swap(self, x):
         if self.static.sim:
@@ -147,9 +173,8 @@ class _Block:
         return fragments.swap_pairs(x)
 
     def _store(self, at, latent, key):
-        """Writes one token's entry; returns how many values were clipped and how many were not finite."""
+        """Writes one token's entry; returns the values clipped + ``_NOT_FINITE`` * the values not finite."""
         layout, gmem = self.static.layout, self.gmem
-        counts = []
 
         def put(x, ref, scale, most, narrow, bits):
             finite = jnp.abs(x) <= jnp.finfo(jnp.float32).max
@@ -157,12 +182,13 @@ class _Block:
             scaled = real if scale is None else real / scale
             clipped = jnp.clip(scaled, -most, most)
             ref[...] = lax.bitcast_convert_type(clipped.astype(narrow), bits)
-            counts.append([jnp.sum(jnp.where(same, 0, 1)) for same in (clipped == scaled, finite)])
+            return jnp.where(clipped == scaled, 0, 1) + jnp.where(finite, 0, _NOT_FINITE)
 
         b16 = (None, BF16_MAX, jnp.bfloat16, jnp.uint16)
         values = gmem["values"].at[at]
         scale = gmem["scale"][0] if layout == "fp8_flat" else None
         flat = b16 if layout == "bf16" else (scale, E4M3_MAX, jnp.float8_e4m3fn, jnp.uint8)
+        lost = []
         for g, x in enumerate(latent):
             if layout == "fp8_656":
                 finite = jnp.abs(x) <= jnp.finfo(jnp.float32).max
@@ -170,19 +196,20 @@ class _Block:
                 scale = jnp.max(jnp.where(finite, jnp.abs(x), 0.0)) * (1 / E4M3_MAX)
                 scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 1.0)
                 gmem["scales"].at[at][g] = scale
-            put(x, values.at[pl.ds(GROUP * g, GROUP)], scale, *flat[1:])
+            lost.append(put(x, values.at[pl.ds(GROUP * g, GROUP)], scale, *flat[1:]))
         if layout == "fp8_656":
-            put(key, gmem["rope"].at[at], *b16)
+            key_lost = put(key, gmem["rope"].at[at], *b16)
         else:
-            put(key, values.at[pl.ds(LATENT, ROPE)], *flat)
-        return [functools.reduce(jnp.add, each) for each in zip(*counts, strict=True)]
+            key_lost = put(key, values.at[pl.ds(LATENT, ROPE)], *flat)
+        return jnp.sum(functools.reduce(jnp.add, lost)) + jnp.sum(key_lost)  # a reduction is 80 instructions
 
     def _layer(self):
         which = self.static.weights_layer
         return self.gmem["weights_layer"][0] if which is None else which
 
     def _weights(self, head, chunk):
-        return self.gmem["w_uk"].at[self._layer(), head, :, pl.ds(TILE * chunk, TILE)]
+        latents = self.static.latents
+        return self.gmem["w_uk"].at[self._layer(), head, :, pl.ds(latents * chunk, latents)]
 
     def _multiply(self, head, chunk, tile) -> None:
         static, smem = self.static, self.smem
@@ -212,7 +239,9 @@ class _Block:
             q = self.gmem["q"].at[n, head, pl.ds(0, static.nope)]
             q = plgpu.load(q, layout=fragments.ROWS, optimized=False).astype(jnp.float32)
             out = jnp.sum(w * lax.broadcast_in_dim(q, w.shape, (0,)), axis=0)
-            self.gmem["query"].at[n, head, pl.ds(TILE * chunk, TILE)][...] = out.astype(jnp.bfloat16)
+            self.gmem["query"].at[n, head, pl.ds(static.latents * chunk, static.latents)][...] = out.astype(
+                jnp.bfloat16
+            )
 
 
 def _validate(q, compressed, norm, w_uk, pool: Pool, where: dict, layout: str, first: int):
@@ -338,7 +367,7 @@ def mla_prologue(
         gmem = dict(zip(names, arguments[: len(names)], strict=True))
         _Block(static, gmem, dict(zip(scratch, arguments[len(names) :], strict=True))).run()
 
-    blocks = static.tokens + heads * (LATENT // TILE) * static.tiles
+    blocks = 2 * static.tokens + static.absorbing
     query, lost = plgpu.kernel(
         body,
         out_type=(

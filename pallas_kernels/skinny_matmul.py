@@ -46,10 +46,13 @@ class Config:
 
 
 def choose_config(rows: int, k: int) -> Config:
-    """Up to 16 warps of at least eight steps each. A pure function of its arguments."""
+    """Up to 16 warps of three steps or more each, such that all blocks run at once. A pure function."""
     half = next((half for half in (HALF, 4) if rows // (2 * half) >= 96), 2)
-    for warps in (16, 12, 8, 4):
-        if k % (warps * STEP) == 0 and k // (warps * STEP) >= 8:
+    blocks = rows // (2 * half)
+    for warps in (16, 8, 4):
+        steps, rest = divmod(k, warps * STEP)
+        resident = 132 * (512 if steps >= 7 else 1024)  # threads: of 112 registers, or of 64
+        if not rest and steps >= 3 and 32 * warps * blocks <= resident:
             return Config(warps=warps, half=half)
     return Config(half=half)
 
@@ -81,7 +84,16 @@ def _multiply(
         ]
         zero = utils.c(0.0, f32)
         acc = [[zero] * 4 for _ in range(tiles)]
-        squares = [zero] * tiles
+        squares = [[zero] * 4 for _ in range(tiles)]  # products of tokens with tokens, of which the diagonal
+
+        def mma(total, a, b):
+            return list(
+                utils.inline_ptx(
+                    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3},"
+                    " {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+                    *a, *b, *total, result_types=(f32,) * 4, convergent=True,
+                )
+            )  # fmt: skip
 
         def load(pointer, step, hint=""):
             return utils.inline_ptx(
@@ -91,28 +103,18 @@ def _multiply(
             )
 
         def fetch(step):
-            hint = ".nc.L1::no_allocate"
+            hint = ".nc.L1::no_allocate.L2::128B"
             return load(w_low, step, hint), load(w_high, step, hint), [load(p, step) for p in x_pointers]
 
         ring = [fetch(step) for step in range(min(config.depth, steps))]
         for step in range(steps):
             low, high, xs = ring[step % config.depth]
             for t, words in enumerate(xs):
-                for half in (0, 2):
-                    acc[t] = list(
-                        utils.inline_ptx(
-                            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3},"
-                            " {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-                            low[half], high[half], low[half + 1], high[half + 1],
-                            words[half], words[half + 1], *acc[t],
-                            result_types=(f32,) * 4, convergent=True,
-                        )
-                    )  # fmt: skip
-                if epsilon is not None:
-                    for word in words:
-                        for bits in (arith.shli(word, _i32(16)), arith.andi(word, _i32(-65536))):
-                            value = utils.bitcast(bits, f32)
-                            squares[t] = mlir_math.fma(value, value, squares[t])
+                for i in (0, 2):
+                    b = words[i : i + 2]
+                    acc[t] = mma(acc[t], (low[i], high[i], low[i + 1], high[i + 1]), b)
+                    if epsilon is not None:
+                        squares[t] = mma(squares[t], (b[0], _i32(0), b[1], _i32(0)), b)
             if step + config.depth < steps:
                 ring[step % config.depth] = fetch(step + config.depth)
 
@@ -124,37 +126,44 @@ def _multiply(
             for i, value in enumerate(acc[t]):
                 llvm.store(value, _offset(at, _i32(256 * (i // 2) + 4 * (i % 2))))
             if epsilon is not None:
-                total = squares[t]
-                for distance in (1, 2):
-                    total = arith.addf(total, utils.shfl_bfly(total, distance))
-                with utils.when(arith.cmpi(arith.CmpIPredicate.eq, place, _i32(0))):
-                    llvm.store(total, _offset(own, _sum(_times(group, 4), _i32(4 * (size * t + 128)))))
+                odd = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(group, _i32(2)), _i32(1))
+                own_square = arith.select(odd, squares[t][1], squares[t][0])
+                holds = arith.cmpi(arith.CmpIPredicate.eq, place, arith.divui(group, _i32(2)))
+                with utils.when(holds):
+                    llvm.store(own_square, _offset(own, _sum(_times(group, 4), _i32(4 * (size * t + 128)))))
         gpu.barrier()
-        rows = config.half * (1 if gated else 2)
-        row, first = arith.remui(thread, _i32(rows)), arith.divui(thread, _i32(rows))
+        # A sum over warps is shared by ``split`` neighbouring threads, each with four parts of it.
+        rows, split = config.half * (1 if gated else 2), config.warps // 4
+        nth, output = arith.remui(thread, _i32(split)), arith.divui(thread, _i32(split))
+        row, first = arith.remui(output, _i32(rows)), arith.divui(output, _i32(rows))
         out_type = ir.MemRefType(out.type).element_type
         out_stride = ir.MemRefType(out.type).get_strides_and_offset()[0][0]
         # A row's place among the 16 of the operand.
         place_in_a = arith.addi(
             arith.remui(row, _i32(config.half)), _times(arith.divui(row, _i32(config.half)), HALF)
         )
-        for begin in range(0, tokens, 32 * config.warps // rows):
+        own_parts = _offset(utils.memref_ptr(parts), _times(nth, 16 * size * tiles))
+
+        def add(pointer):
+            total = llvm.load(f32, pointer)
+            for each in range(1, 4):
+                total = arith.addf(total, llvm.load(f32, _offset(pointer, _i32(4 * size * tiles * each))))
+            for distance in (1, 2)[: split.bit_length() - 1]:
+                total = arith.addf(total, utils.shfl_bfly(total, distance))
+            return total
+
+        for begin in range(0, tokens, 128 // rows):
             token = _sum(first, _i32(begin))
-            base = _offset(utils.memref_ptr(parts), _times(arith.divui(token, _i32(8)), 4 * size))
-            within = arith.remui(token, _i32(8))
-
-            def add(pointer):
-                total = zero
-                for each in range(config.warps):
-                    part = llvm.load(f32, _offset(pointer, _i32(4 * size * tiles * each)))
-                    total = arith.addf(total, part)
-                return total
-
-            with utils.when(arith.cmpi(arith.CmpIPredicate.ult, token, _i32(tokens))):
-                at = _offset(base, _sum(_times(place_in_a, 32), _times(within, 4)))
-                values = [add(at)] + ([add(_offset(at, _i32(32 * HALF)))] if gated else [])
+            real = arith.cmpi(arith.CmpIPredicate.ult, token, _i32(tokens))
+            read = arith.minui(token, _i32(tokens - 1))
+            base = _offset(own_parts, _times(arith.divui(read, _i32(8)), 4 * size))
+            within = arith.remui(read, _i32(8))
+            at = _offset(base, _sum(_times(place_in_a, 32), _times(within, 4)))
+            values = [add(at)] + ([add(_offset(at, _i32(32 * HALF)))] if gated else [])
+            if epsilon is not None:
+                square = add(_offset(base, _sum(_times(within, 4), _i32(64 * HALF))))
+            with utils.when(arith.andi(real, arith.cmpi(arith.CmpIPredicate.eq, nth, _i32(0)))):
                 if epsilon is not None:
-                    square = add(_offset(base, _sum(_times(within, 4), _i32(64 * HALF))))
                     mean = arith.mulf(square, utils.c(1.0 / k, f32))
                     factor = mlir_math.rsqrt(arith.addf(mean, utils.c(epsilon, f32)))
                     values = [arith.mulf(value, factor) for value in values]
@@ -218,8 +227,8 @@ def skinny_matmul(
     require(0 <= first <= columns - k, f"first={first}: x has {columns} columns, w needs {k}")
     config = config or choose_config(rows, k)
     require(
-        config.warps % 4 == 0 and k % (config.warps * STEP) == 0 and config.depth > 0,
-        f"{config}: warps must come in fours and divide k={k} into steps of {STEP}",
+        config.warps in (4, 8, 16) and k % (config.warps * STEP) == 0 and config.depth > 0,
+        f"{config}: 4, 8 or 16 warps must divide k={k} into steps of {STEP}",
     )
 
     block_rows = 2 * config.half

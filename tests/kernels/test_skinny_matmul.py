@@ -125,6 +125,24 @@ def compiled_call(name):
     return call, x, w, jax.ShapeDtypeStruct((), jnp.int32)
 
 
+@pytest.mark.parametrize(
+    ("rows", "k", "warps", "half"),
+    [
+        (2112, 7168, 16, 8),
+        (1536, 1536, 16, 8),
+        (7168, 1024, 8, 8),
+        (512, 7168, 16, 2),
+        (7168, 256, 4, 8),
+        (2624, 6144, 8, 8),
+        (6144, 2048, 4, 8),
+        (1024, 512, 4, 4),
+    ],
+)
+def test_choose_config_of_the_models_products(rows, k, warps, half):
+    config = skinny_matmul.choose_config(rows, k)
+    assert (config.warps, config.half) == (warps, half)
+
+
 @pytest.mark.parametrize("name", ["q_b", "w_uv"])
 def test_skinny_matmul_lowers(name):
     assert "mosaic_gpu" in harness.lower(*compiled_call(name)).as_text()
