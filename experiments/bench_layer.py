@@ -259,18 +259,28 @@ def run(
     """Measure and record ``layer.<name>.<format>.b<batch>.us``, ``.launches``, ``.bytes``; table rows.
 
     Programs compile ahead of all measurements in ``compilers`` threads: a busy host would hold up launches.
-    Cells that ``deadline`` (on time.monotonic) leaves no time for are absent.
+    Cells that ``deadline`` (on time.monotonic) leaves no time for are absent, and those that fail, with why.
+
+    Raises:
+      RuntimeError: after all others were measured, with the cells that failed.
     """
     cells = [Cell(name, fmt, batch) for fmt, batch in itertools.product(formats, batches)]
     stacks, dense = all_weights(get_config(bench_moe.NAMES[name]), seed)
     with concurrent.futures.ThreadPoolExecutor(compilers) as threads:
-        programs = dict(zip(cells, threads.map(lambda cell: cell.compile(stacks, dense), cells), strict=True))
-    rows = []
-    for cell, program in programs.items():
+        programs = {cell: threads.submit(cell.compile, stacks, dense) for cell in cells}
+    rows, failures = [], []
+    for cell in cells:
         if time.monotonic() > deadline:
             recorder.absent(f"{cell.key}.us", "the time of this run was used up")
             continue
-        rows.append(_measure(cell, program, stacks, dense, recorder, seed))
+        try:
+            rows.append(_measure(cell, programs.pop(cell).result(), stacks, dense, recorder, seed))
+        except Exception as error:
+            failures.append(f"{cell.key}: {type(error).__name__}: {error}"[:300])
+            recorder.absent(f"{cell.key}.us", failures[-1])
+            print(failures[-1], flush=True)
+    if failures:
+        raise RuntimeError("; ".join(failures))
     return rows
 
 

@@ -7,6 +7,7 @@ fails does not stop the others: its numbers are absent, and the record says why 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 import traceback
@@ -78,9 +79,16 @@ def _layer(config: ConfigDict, recorder: record.Recorder) -> None:
     from experiments import bench_layer
 
     deadline = _START + config.deadline_s["layer"]
-    for model in config.layer_models:
-        formats, batches = tuple(config.layer_formats), tuple(config.layer_batches)
-        bench_layer.run(model, formats, batches, recorder, deadline=deadline, seed=config.seed)
+    failures = []
+    for model, fmt in itertools.product(config.layer_models, config.layer_formats):
+        batches = tuple(config.layer_batches)
+        try:
+            bench_layer.run(model, (fmt,), batches, recorder, deadline=deadline, seed=config.seed)
+        except RuntimeError as error:
+            failures.append(str(error))
+        print(f"layer {model} {fmt}: until {time.monotonic() - _START:.0f} s", flush=True)
+    if failures:
+        raise RuntimeError("; ".join(failures))
 
 
 class Part(NamedTuple):

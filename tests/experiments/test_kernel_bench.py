@@ -8,7 +8,7 @@ import pytest
 
 from configs import kernel_bench as kernel_bench_config
 from experiments import bench_contract, bench_mla, kernel_bench
-from pallas_kernels import int4_inline, int4_moe, moe_route, router, xla
+from pallas_kernels import int4_inline, int4_moe, mla_prologue, moe_route, router, skinny_matmul, xla
 
 
 def _plain(layout, q, pool, layer, table, length, num_new=None, *, damage=lambda out: out, **_):
@@ -124,6 +124,40 @@ def test_contract_of_the_router_catches_a_wrong_kernel(monkeypatch, damage):
         RuntimeError, match={"weights": "error", "experts": "chose", "order": "ordered"}[damage]
     ):
         bench_contract.router_of_tokens(21, "ties")
+
+
+@pytest.mark.parametrize("damage", [None, "stored", "query", "lost"])
+def test_contract_of_the_prologue_catches_a_wrong_kernel(monkeypatch, damage):
+    def kernel(*arguments, **options):
+        query, pool, lost = xla.mla_prologue(*arguments, **options)
+        if damage == "stored":
+            pool = pool._replace(values=jnp.roll(pool.values, 1, axis=-1))
+        return query * (2.0 if damage == "query" else 1.0), pool, lost + int(damage == "lost")
+
+    monkeypatch.setattr(mla_prologue, "mla_prologue", kernel)
+    if damage is None:
+        assert bench_contract.prologue("bf16", 5) <= bench_contract.MOVED
+        return
+    match = {"stored": "values differs by", "query": "the query is off by", "lost": "lost values"}[damage]
+    with pytest.raises(RuntimeError, match=match):
+        bench_contract.prologue("bf16", 5)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_contract_of_few_token_products_catches_a_wrong_kernel(monkeypatch, right):
+    def kernel(x, w, layer, add, *, epsilon, first, gated):
+        assert (epsilon, gated) == (None, False)
+        columns = slice(first, first + w.shape[2]) if right else slice(w.shape[2])
+        x, w, add = (array.astype(jnp.float32) for array in (x[:, 0, columns], w[layer], add))
+        return (x @ w.T + add).astype(jnp.bfloat16)
+
+    monkeypatch.setattr(skinny_matmul, "skinny_matmul", kernel)
+    case = (5, 1, 264, 8, 48, 256, None, False)
+    if right:
+        assert bench_contract.product(*case) < 2.0**-8
+        return
+    with pytest.raises(RuntimeError, match="error"):
+        bench_contract.product(*case)
 
 
 def test_contract_needed_by_parts_has_cases():
