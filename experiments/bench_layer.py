@@ -1,4 +1,4 @@
-"""One decode layer of one rank of TP = 8 on a GPU: attention over the paged cache, experts, the rest in XLA.
+"""One decode layer of one rank of TP = 8 on a GPU, in kernels; norms, a few products and many rows in XLA.
 
 All-reduces are left out (one rank). Sixteen layers run in one program, as a step would; their experts and
 dense weights are four distinct layers used in turn, together many times the L2. Weights are random. The
