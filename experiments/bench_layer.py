@@ -265,6 +265,10 @@ def run(
       RuntimeError: after all others were measured, with the cells that failed.
     """
     cells = [Cell(name, fmt, batch) for fmt, batch in itertools.product(formats, batches)]
+    if time.monotonic() > deadline:  # before minutes of compilation, too
+        for cell in cells:
+            recorder.absent(f"{cell.key}.us", "the time of this run was used up")
+        return []
     stacks, dense = all_weights(get_config(bench_moe.NAMES[name]), seed)
     with concurrent.futures.ThreadPoolExecutor(compilers) as threads:
         programs = {cell: threads.submit(cell.compile, stacks, dense) for cell in cells}
