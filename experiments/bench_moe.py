@@ -24,8 +24,10 @@ MARLIN_US = {
     "kimi": {1: 34.3, 8: 94.4, 16: 153.5, 32: 237.3, 64: 353.8, 256: 509.7, 1024: 854.7},
     "glm": {1: 30.5, 8: 86.5, 16: 125.8, 32: 185.1, 64: 245.0, 256: 319.2, 1024: 628.0},
 }
-# Six roundings to bf16, each 1.6e-3 in the mean square (tests/kernels/test_int4_moe.py); rows are long here.
-TOLERANCE = 5e-3
+# Six roundings to bf16, each 1.6e-3 in the mean square, and half as much again for the worst row
+# (tests/kernels/test_int4_moe.py). The same roundings, emulated on inputs like these: 4.0e-3, and 4.6e-3 in
+# the worst of 24 rows.
+TOLERANCE = 6e-3
 
 
 def weights(model: ModelConfig, group: int, layers: int, seed: int) -> tuple[jax.Array, ...]:
@@ -116,10 +118,14 @@ def run(
 
     ``batches`` are loaded uniformly; ``loads`` adds (tokens, load) of ``batch``, whose metrics have the
     load's name after the tokens. What ``deadline`` (on time.monotonic) leaves no time for is absent.
+
+    Raises:
+        RuntimeError: after the last of them, if the results of some are wrong; these are not timed.
     """
     model = get_config(NAMES[name])
     stacks = weights(model, group, 1, seed)
-    rows = []
+    rows: list[str] = []
+    wrong: list[str] = []
     for tokens, load in (*((tokens, "uniform") for tokens in batches), *loads):
         key = f"int4_moe.{name}.g{group}.m{tokens}" + ("" if load == "uniform" else f".{load}")
         if time.monotonic() > deadline:
@@ -138,9 +144,9 @@ def run(
         want = oracle(*(a[:some] for a in inputs[0]), *stacks, group=group)
         error = worst_row_error(out[:some].astype(jnp.float32), want)
         if not error < TOLERANCE:
-            raise RuntimeError(
-                f"int4_moe {name} g{group} m{tokens} {load}: error {error:.2e}, tolerance {TOLERANCE}"
-            )
+            recorder.absent(f"{key}.us", f"error {error:.2e}, tolerance {TOLERANCE}")
+            wrong.append(key)
+            continue
         timing = bench_timing.measure(functools.partial(program, inputs, stacks), repetitions)
         distinct = float(np.mean([len(np.unique(np.asarray(each[1]))) for each in inputs]))
         f = model.expert_ffn_size // RANKS
@@ -165,4 +171,6 @@ def run(
             + (f"  marlin {rival:6.1f} ({rival / timing.us:.2f}x)" if rival else "")
         )
         print(rows[-1], flush=True)
+    if wrong:
+        raise RuntimeError(f"wrong results: {wrong}")
     return rows
