@@ -40,19 +40,28 @@ def test_int4_single_blocks_read_their_own_weights(group):
     experts = expert.astype(int)
     plan = int4_single._Plan(1024, group, 9, sim=True, stride=STRIDE)
     inputs = int4_single._inputs(plan, *args)
+
     # A weight times its scale is rounded to bf16 (2^-9 of it at most); sums in f32. The sum of products with
     # independent errors stays within 2^-9 of its root sum of squares, which the largest sums exceed.
-    found = interpreted(plan, 1, inputs, 128 * 32).reshape(128, 2, 16)[::STRIDE]
-    up_EFD = dense(args[3][1], args[4][1], group)[experts]
-    both = (
-        np.einsum("kfd,d->kf", up_EFD, x).reshape(8, 2, 16, 16).swapaxes(1, 2).reshape(128, 2, 16)[::STRIDE]
-    )
-    assert np.abs(found - both).max() < 2**-8 * np.abs(both).max()
+    def check(found, products, w, s):
+        """``products`` of the right weights are found, those of stale scales or of another layer are not."""
+        want = products(dense(w[1], s[1], group)[experts])
+        most = 2**-8 * np.abs(want).max()
+        assert np.abs(found - want).max() < most
+        for wrong in (dense(w[1], np.roll(s[1], 1, -1), group), dense(w[0], s[0], group)):
+            assert np.abs(found - products(wrong[experts])).max() > 5 * most
+
+    def up(w_EFD):
+        parts = np.einsum("kfd,d->kf", w_EFD, x).reshape(8, 2, 16, 16).swapaxes(1, 2)
+        return parts.reshape(128, 2, 16)[::STRIDE]
+
+    def down(w_EDF):
+        return np.einsum("k,kdf,kf->d", weight, w_EDF, hidden.astype(np.float64)).reshape(128, 8)[::STRIDE]
+
+    check(interpreted(plan, 1, inputs, 128 * 32).reshape(128, 2, 16)[::STRIDE], up, *args[3:5])
     hidden = np.random.default_rng(0).standard_normal((8, 256)).astype(BF16)
     rows = interpreted(plan, 2, inputs | {"hidden": jnp.asarray(hidden)}, 1024).reshape(128, 8)[::STRIDE]
-    down_EDF = dense(args[5][1], args[6][1], group)[experts]
-    want = np.einsum("k,kdf,kf->d", weight, down_EDF, hidden.astype(np.float64)).reshape(128, 8)[::STRIDE]
-    assert np.abs(rows - want).max() < 2**-8 * np.abs(want).max()
+    check(rows, down, *args[5:7])
 
 
 def unswizzled(memory: simt_numpy.Memory) -> np.ndarray:
