@@ -182,8 +182,9 @@ def cases() -> Iterator[tuple[str, str, Callable[[], float]]]:
     """(operation, case, what returns its error or raises)."""
     for layout in LAYOUTS:
         for tokens, heads in bench_mla.CONTRACT_COLUMNS:
-            name = f"{layout}.t{tokens}.h{heads}"
-            yield "mla_decode", name, functools.partial(bench_mla.contract, layout, tokens, heads)
+            operation = "mla_decode" if tokens * heads <= 16 else "mla_decode_wide"  # kernels of their own
+            case = functools.partial(bench_mla.contract, layout, tokens, heads)
+            yield operation, f"{layout}.t{tokens}.h{heads}", case
     yield "mla_decode", "beyond_32_bits", bench_mla.contract_beyond_32_bits
     for layout, tokens in PROLOGUE:
         yield "mla_prologue", f"{layout}.m{tokens}", functools.partial(prologue, layout, tokens)

@@ -92,17 +92,21 @@ def _layer(config: ConfigDict, recorder: record.Recorder) -> None:
 
 
 class Part(NamedTuple):
-    """What a part measures, and the operations whose contract has to hold for it to be worth measuring."""
+    """What a part measures, and the operations whose contract has to hold for it to be worth measuring.
+
+    ``also``: further operations whose contract is rerun; each of their measurements checks its own result.
+    """
 
     run: Callable[[ConfigDict, record.Recorder], None]
     operations: tuple[str, ...]
+    also: tuple[str, ...] = ()
 
 
 PARTS = {
     "layer": Part(_layer, ("mla_prologue", "skinny_matmul", "mla_decode", "router", "int4_moe")),
-    "mla": Part(functools.partial(_mla, ("bf16", "fp8_flat"), "mla"), ("mla_decode",)),
+    "mla": Part(functools.partial(_mla, ("bf16", "fp8_flat"), "mla"), ("mla_decode",), ("mla_decode_wide",)),
     "moe": Part(_moe, ("router", "int4_moe")),
-    "mla_656": Part(functools.partial(_mla, ("fp8_656",), "mla_656"), ("mla_decode",)),
+    "mla_656": Part(functools.partial(_mla, ("fp8_656",), "mla_656"), ("mla_decode",), ("mla_decode_wide",)),
 }
 
 
@@ -113,7 +117,7 @@ def body(config: ConfigDict, recorder: record.Recorder) -> None:
         )
     recorder.seeds["inputs"] = config.seed
     recorder.weights = f"synthetic:{config.seed}"
-    needed = {operation for part in config.parts for operation in PARTS[part].operations}
+    needed = {operation for part in config.parts for operation in PARTS[part].operations + PARTS[part].also}
     broken = _contract(needed, recorder)
     _copy(config, recorder)
     failed = ["contract"] * bool(broken)

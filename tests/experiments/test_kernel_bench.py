@@ -161,7 +161,7 @@ def test_contract_of_few_token_products_catches_a_wrong_kernel(monkeypatch, righ
 
 
 def test_contract_needed_by_parts_has_cases():
-    needed = {operation for part in kernel_bench.PARTS.values() for operation in part.operations}
+    needed = {operation for part in kernel_bench.PARTS.values() for operation in part.operations + part.also}
     assert needed == {operation for operation, *_ in bench_contract.cases()}
 
 
