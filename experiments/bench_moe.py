@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +106,29 @@ def worst_row_error(out, want) -> float:
     return float((np.linalg.norm(out - want, axis=1) / np.linalg.norm(want, axis=1)).max())
 
 
+class Cell(NamedTuple):
+    """What is ready to be timed: ``program(inputs, stacks)`` goes through all of ``inputs``."""
+
+    inputs: list[tuple[jax.Array, jax.Array, jax.Array]]
+    program: Callable
+    want: jax.Array
+
+
+def prepare(model: ModelConfig, group: int, tokens: int, load: str, stacks: tuple, seed: int) -> Cell:
+    """Inputs, the compiled program, and what the oracle makes of the first tokens of the first input."""
+    repetitions = max(2, min(12, 400 // tokens))
+    inputs = [batch(model, tokens, seed + i, load) for i in range(repetitions)]
+    kernel = jax.jit(functools.partial(int4_moe.int4_moe, group=group))
+
+    @jax.jit
+    def program(inputs, stacks):
+        return [kernel(*each, *stacks, jnp.int32(0)) for each in inputs]
+
+    some = min(tokens, 64)
+    want = oracle(*(a[:some] for a in inputs[0]), *stacks, group=group)
+    return Cell(inputs, program.lower(inputs, stacks).compile(), want)
+
+
 def run(
     name: str,
     group: int,
@@ -113,64 +138,69 @@ def run(
     *,
     loads: Sequence[tuple[int, str]] = (),
     deadline: float = math.inf,
+    compilers: int = 8,
 ) -> list[str]:
     """Measure one model at one group size and record ``int4_moe.<name>.g<group>.m<tokens>.*``; table rows.
 
     ``batches`` are loaded uniformly; ``loads`` adds (tokens, load) of ``batch``, whose metrics have the
-    load's name after the tokens. What ``deadline`` (on time.monotonic) leaves no time for is absent.
+    load's name after the tokens. What ``deadline`` (on time.monotonic) leaves no time for is absent. As many
+    threads as ``compilers`` prepare, first the uniform batches, then the others; meanwhile nothing is timed.
 
     Raises:
-        RuntimeError: after the last of them, if the results of some are wrong; these are not timed.
+        RuntimeError: after the last of them, if some failed or their results are wrong; these are absent.
     """
-    model = get_config(NAMES[name])
-    stacks = weights(model, group, 1, seed)
     rows: list[str] = []
-    wrong: list[str] = []
-    for tokens, load in (*((tokens, "uniform") for tokens in batches), *loads):
-        key = f"int4_moe.{name}.g{group}.m{tokens}" + ("" if load == "uniform" else f".{load}")
-        if time.monotonic() > deadline:
-            recorder.absent(f"{key}.us", "the time of this run was used up")
-            continue
-        repetitions = max(2, min(12, 400 // tokens))
-        inputs = [batch(model, tokens, seed + i, load) for i in range(repetitions)]
-        kernel = jax.jit(functools.partial(int4_moe.int4_moe, group=group))
-
-        @jax.jit
-        def program(inputs, stacks, kernel=kernel):
-            return [kernel(*each, *stacks, jnp.int32(0)) for each in inputs]
-
-        some = min(tokens, 64)
-        out = program(inputs, stacks)[0]
-        want = oracle(*(a[:some] for a in inputs[0]), *stacks, group=group)
-        error = worst_row_error(out[:some].astype(jnp.float32), want)
-        if not error < TOLERANCE:
-            recorder.absent(f"{key}.us", f"error {error:.2e}, tolerance {TOLERANCE}")
-            wrong.append(key)
-            continue
-        timing = bench_timing.measure(functools.partial(program, inputs, stacks), repetitions)
-        distinct = float(np.mean([len(np.unique(np.asarray(each[1]))) for each in inputs]))
-        f = model.expert_ffn_size // RANKS
-        moved, flops = int4_moe.cost(
-            distinct, tokens * model.experts_per_token, d=model.hidden_size, f=f, group=group
-        )
-        gbps = moved / timing.us / 1e3
-        recorder.metric(f"{key}.us", timing.us)
-        recorder.metric(f"{key}.err", error)
-        recorder.metric(f"{key}.spread", timing.spread)
-        recorder.metric(f"{key}.wall_us", timing.wall_us)
-        recorder.metric(f"{key}.launches", timing.launches)
-        recorder.metric(f"{key}.distinct_experts", distinct)
-        recorder.metric(f"{key}.gbps", gbps)
-        recorder.metric(f"{key}.tflops", flops / timing.us / 1e6)
-        recorder.metric(f"{key}.ceiling_share", gbps / bench_timing.PEAK_GBPS)
-        rival = MARLIN_US[name].get(tokens) if (group, load) == (32, "uniform") else None
-        if rival:
-            recorder.metric(f"{key}.marlin_us", rival)
-        rows.append(
-            f"{key:32s} {timing.us:8.1f} us {gbps:6.0f} GB/s  err {error:.1e} launches {timing.launches:4.1f}"
-            + (f"  marlin {rival:6.1f} ({rival / timing.us:.2f}x)" if rival else "")
-        )
-        print(rows[-1], flush=True)
-    if wrong:
-        raise RuntimeError(f"wrong results: {wrong}")
+    failures: list[str] = []
+    stacks: tuple = ()
+    for cells in ([(tokens, "uniform") for tokens in batches], list(loads)):
+        ready = {}
+        if time.monotonic() <= deadline:
+            stacks = stacks or weights(get_config(NAMES[name]), group, 1, seed)
+            with concurrent.futures.ThreadPoolExecutor(compilers) as threads:
+                for cell in cells:
+                    ready[cell] = threads.submit(prepare, get_config(NAMES[name]), group, *cell, stacks, seed)
+        for tokens, load in cells:
+            key = f"int4_moe.{name}.g{group}.m{tokens}" + ("" if load == "uniform" else f".{load}")
+            if time.monotonic() > deadline:
+                recorder.absent(f"{key}.us", "the time of this run was used up")
+                continue
+            try:
+                rows.append(_measure(key, name, group, ready.pop((tokens, load)).result(), stacks, recorder))
+            except Exception as error:
+                failures.append(f"{key}: {type(error).__name__}: {error}"[:300])
+                recorder.absent(f"{key}.us", failures[-1])
+                print(failures[-1], flush=True)
+    if failures:
+        raise RuntimeError("; ".join(failures))
     return rows
+
+
+def _measure(key: str, name: str, group: int, cell: Cell, stacks: tuple, recorder: record.Recorder) -> str:
+    model, (tokens, choices) = get_config(NAMES[name]), cell.inputs[0][1].shape
+    out = cell.program(cell.inputs, stacks)[0][: cell.want.shape[0]]
+    error = worst_row_error(out.astype(jnp.float32), cell.want)
+    if not error < TOLERANCE:
+        raise RuntimeError(f"error {error:.2e}, tolerance {TOLERANCE}")
+    timing = bench_timing.measure(functools.partial(cell.program, cell.inputs, stacks), len(cell.inputs))
+    distinct = float(np.mean([len(np.unique(np.asarray(each[1]))) for each in cell.inputs]))
+    f = model.expert_ffn_size // RANKS
+    moved, flops = int4_moe.cost(distinct, tokens * choices, d=model.hidden_size, f=f, group=group)
+    gbps = moved / timing.us / 1e3
+    recorder.metric(f"{key}.us", timing.us)
+    recorder.metric(f"{key}.err", error)
+    recorder.metric(f"{key}.spread", timing.spread)
+    recorder.metric(f"{key}.wall_us", timing.wall_us)
+    recorder.metric(f"{key}.launches", timing.launches)
+    recorder.metric(f"{key}.distinct_experts", distinct)
+    recorder.metric(f"{key}.gbps", gbps)
+    recorder.metric(f"{key}.tflops", flops / timing.us / 1e6)
+    recorder.metric(f"{key}.ceiling_share", gbps / bench_timing.PEAK_GBPS)
+    rival = MARLIN_US[name].get(tokens) if key == f"int4_moe.{name}.g32.m{tokens}" else None
+    if rival:
+        recorder.metric(f"{key}.marlin_us", rival)
+    row = (
+        f"{key:32s} {timing.us:8.1f} us {gbps:6.0f} GB/s  err {error:.1e} launches {timing.launches:4.1f}"
+        + (f"  marlin {rival:6.1f} ({rival / timing.us:.2f}x)" if rival else "")
+    )
+    print(row, flush=True)
+    return row

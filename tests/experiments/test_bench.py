@@ -1,6 +1,8 @@
 """What the GPU benchmarks compute beside the kernels: router, oracle, the cut of a profile into runs."""
 
 import dataclasses
+import functools
+import types
 
 import jax.numpy as jnp
 import pytest
@@ -57,3 +59,29 @@ def test_weights_of_the_benchmark_push_tokens_nowhere():
     )
     w_up = bench_moe.weights(model, 32, 2, seed=3)[0].astype(jnp.float32)
     assert abs(float(w_up.mean())) < 4 * 4.3 / w_up.size**0.5  # four standard errors of a mean of zero
+
+
+def test_run_wrong_cell_is_absent_and_the_others_are_measured(monkeypatch):
+    def prepare(model, group, tokens, load, stacks, seed):
+        want = jnp.ones((tokens, 6))
+        out = want * (1.02 if load == "one" else 1.0)
+        expert = jnp.zeros((tokens, model.experts_per_token), jnp.int32)
+        return bench_moe.Cell([(want, expert, want)], lambda inputs, stacks: [out], want)
+
+    timing = bench_timing.Timing(us=5.0, spread=0.0, launches=1.0, wall_us=6.0, kernels={})
+    monkeypatch.setattr(bench_moe, "prepare", prepare)
+    monkeypatch.setattr(bench_moe, "weights", lambda *_: (0,))
+    monkeypatch.setattr(bench_timing, "measure", lambda program, repetitions: timing)
+    metrics, missing = {}, {}
+    recorder = types.SimpleNamespace(metric=metrics.__setitem__, absent=missing.__setitem__)
+    run = functools.partial(bench_moe.run, "glm", 32, (8, 9), recorder, loads=((9, "one"), (9, "zipf")))
+    with pytest.raises(RuntimeError, match=r"m9\.one: RuntimeError: error 2\.00e-02"):
+        run()
+    assert list(missing) == ["int4_moe.glm.g32.m9.one.us"]
+    assert {key for key in metrics if key.endswith(".us")} == {
+        f"int4_moe.glm.g32.{cell}.us" for cell in ("m8", "m9", "m9.zipf")
+    }
+    assert metrics["int4_moe.glm.g32.m8.marlin_us"] == 86.5
+    missing.clear()
+    run(deadline=0.0)
+    assert len(missing) == 4
