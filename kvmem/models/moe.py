@@ -17,8 +17,8 @@ from pallas_kernels import int4_moe
 
 def swiglu(x: Float[Array, "... D"], weights: dict) -> Float[Array, "... D"]:
     """``(silu(x W_gate) * x W_up) W_down`` of the local part of the width, f32, to be summed over ranks."""
-    gate_up = layers.plain(weights["gate_up"], x.dtype)
-    both = layers.einsum("...D,cFD->...cF", x, gate_up).astype(x.dtype)
+    gate_up_OD = rearrange(layers.plain(weights["gate_up"], x.dtype), "c F D -> (c F) D")
+    both = rearrange(layers.linear(x, gate_up_OD), "... (c F) -> ... c F", c=2)
     return layers.partial_linear(_gated(both), weights["down"])
 
 
