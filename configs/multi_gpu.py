@@ -54,10 +54,10 @@ def get_config(arg: str = "") -> ConfigDict:
                 if quick
                 else (
                     ("mosaic", "nccl", ""),
-                    ("mosaic", "nccl", "blas"),
-                    ("mosaic", "mosaic_norm", "blas"),
-                    ("mosaic", "mosaic", "blas"),
-                    ("mosaic", "mosaic_norm", "blas+whole"),
+                    ("mosaic", "mosaic", ""),
+                    ("mosaic", "mosaic_norm", ""),
+                    ("mosaic", "nccl", "triton"),
+                    ("mosaic", "mosaic", "whole"),
                 ),
                 "context": 20 if quick else 2048,
                 "steps": 3 if quick else 40,
@@ -68,7 +68,7 @@ def get_config(arg: str = "") -> ConfigDict:
                 "model": "kimi_k2.6",
                 "cache": "fp8_576",
                 "rows": (1, 8, 16, 32, 64),
-                "variants": (("mosaic", "nccl", "blas"), ("mosaic", "mosaic_norm", "blas")),
+                "variants": (("mosaic", "nccl", ""), ("mosaic", "mosaic", "")),
                 **full,
             },
             "full_glm": {
@@ -76,7 +76,7 @@ def get_config(arg: str = "") -> ConfigDict:
                 "cache": "fp8_656",
                 "rows": (1, 8, 16, 32, 64),
                 # Sparse attention has no kernel.
-                "variants": (("mosaic_experts", "nccl", "blas"), ("mosaic_experts", "mosaic_norm", "blas")),
+                "variants": (("mosaic_experts", "nccl", ""), ("mosaic_experts", "mosaic", "")),
                 **full,
             },
             "handover": {

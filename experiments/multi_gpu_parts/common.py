@@ -87,8 +87,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     # Collectives in CUDA graphs; loops and branches too.
     "graph": {"xla_gpu_enable_command_buffer": f"{_GRAPH},COLLECTIVES"},
     "whole": {"xla_gpu_enable_command_buffer": f"{_GRAPH},COLLECTIVES,WHILE,CONDITIONAL"},
-    # cuBLAS reads a layer's weights where they stand in their stack; XLA copies them out for its own kernels.
-    "blas": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0},
+    # Matrix products as XLA chooses by itself, which the step's own options forbid.
+    "triton": {"xla_gpu_enable_triton_gemm": True, "xla_gpu_dot_merger_threshold_mb": 32},
     "oneshot": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},
 }
 

@@ -149,7 +149,14 @@ class DevicePools:
 
     def step_config(self, pool: Pool, num_rows: int, columns: int) -> StepConfig:
         """What a step over the first ``num_rows`` rows and ``columns`` table columns is compiled for."""
-        config = self.config
+        config, mesh = self.config, self._meshes[pool]
+        reduction = config.reduction
+        if reduction == "auto":
+            # The kernel needs a mesh of all devices, in one process, and all rows in one pass.
+            whole = mesh is not None and mesh.size == jax.device_count() == jax.local_device_count()
+            ranks = jax.device_count() if whole and not config.batch_invariant else 1
+            platform = jax.devices()[0].platform
+            reduction = step.fastest_reduction(pool, platform, ranks, num_rows, self.model.hidden_size)
         return StepConfig(
             model=self.model,
             rows=num_rows,
@@ -159,8 +166,8 @@ class DevicePools:
             batch_invariant=config.batch_invariant,
             attention=config.attention,
             implementation=config.implementation,
-            reduction=config.reduction,
-            axis=None if self._meshes[pool] is None else "tp",
+            reduction=reduction,
+            axis=None if mesh is None else "tp",
         )
 
     @functools.cached_property

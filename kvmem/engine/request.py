@@ -249,7 +249,7 @@ class EngineConfig:
     overlap: bool = True
     attention: Form = "absorbed"
     implementation: Implementation = "xla"
-    reduction: Literal["nccl", "mosaic", "mosaic_norm"] = "nccl"
+    reduction: Literal["auto", "nccl", "mosaic", "mosaic_norm"] = "auto"
 
     def __post_init__(self) -> None:
         for name in (

@@ -10,6 +10,7 @@ import pytest
 
 from kvmem import models
 from kvmem.cache import pages
+from kvmem.engine import step
 from kvmem.engine.engine import Engine
 from kvmem.engine.request import PhaseFormat, Request
 from kvmem.models import params, sharded
@@ -141,3 +142,33 @@ def test_engine_with_a_mesh_per_phase_in_several_processes_is_refused(make, monk
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(NotImplementedError, match="a mesh for each phase in 2 processes"):
         make(make_mesh(2, jax.devices()[:2]), None)
+
+
+@pytest.mark.parametrize(("phase", "platform", "ranks", "rows", "width", "expected"), [
+    ("decode", "gpu", 2, 16, 7168, "mosaic"),  # as measured
+    ("decode", "gpu", 2, 17, 7168, "nccl"),
+    ("decode", "gpu", 8, 2, 7168, "mosaic"),  # seven peers, a seventh of the message
+    ("decode", "gpu", 8, 3, 7168, "nccl"),
+    ("decode", "gpu", 2, 3, 128, "nccl"),  # not whole warpgroups
+    ("decode", "gpu", 1, 1, 7168, "nccl"),
+    ("decode", "cpu", 2, 1, 7168, "nccl"),
+    ("prefill", "gpu", 2, 1, 7168, "nccl"),
+])  # fmt: skip
+def test_fastest_reduction_is_the_kernel_up_to_what_was_measured(
+    phase, platform, ranks, rows, width, expected
+):
+    assert step.fastest_reduction(phase, platform, ranks, rows, width) == expected
+
+
+def test_engine_settles_on_a_reduction_for_each_step(make, monkeypatch):
+    asked = []
+    monkeypatch.setattr(step, "fastest_reduction", lambda *of: asked.append(of) or "nccl")
+    width = models.get_config(MODEL).hidden_size
+    pools = make(make_mesh(8), make_mesh(8)).pools
+    assert pools.step_config("decode", 2, 3).reduction == "nccl"
+    assert asked[-1] == ("decode", "cpu", 8, 2, width)
+    pools = make(make_mesh(8), make_mesh(8), dataclasses.replace(CONFIG, batch_invariant=True)).pools
+    pools.step_config("decode", 2, 3)
+    assert asked[-1] == ("decode", "cpu", 1, 2, width)
+    pools = make(make_mesh(8), make_mesh(8), dataclasses.replace(CONFIG, reduction="mosaic")).pools
+    assert pools.step_config("prefill", 2, 3).reduction == "mosaic"
