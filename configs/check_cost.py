@@ -20,15 +20,15 @@ def get_config(argument: str = "") -> ConfigDict:
             "model": "kimi_k2.6",
             "pages": 21_407,  # page 0 is padding
             "columns": 4_096,
-            "batches": (8,) if quick else (64, 8, 1),
+            "batches": (8,) if quick else (8, 1, 64),
             "contexts": (8_192,) if quick else (8_192, 2_048),
             "layers": 16,
             "implementation": "mosaic",
             "digest_pages": 1,  # of a row and step, beside the one that is written next
             "chain": 24,  # checks of a program: 24 tables and promises of 3 MiB exceed the L2
             "digest_chain": 4,
-            "runs": 10,
-            "rounds": 3,
+            "runs": 8,
+            "rounds": 2,
             "deadline_s": 150,  # after which no further step is measured
         }
     )

@@ -8,11 +8,13 @@ the compiled program.
 Kimi K2.6: real widths, some of the layers, no collectives; the check sees the whole pool's table whatever the
 batch. ``integrity.overhead.<detector>.b<rows>.l<context>.us`` and ``.percent`` are what the detector adds.
 With tags, whose cost does not depend on the layers, ``.whole_percent`` sets the same time against all layers:
-the measured step without the check, times all layers over those measured.
+the measured step without the check, times all layers over those measured. ``busy_us`` is the time in kernels:
+where the host's launches bound a step, ``us`` differs by more from run to run than the check takes.
 """
 
 import dataclasses
 import functools
+import itertools
 import os
 import statistics
 import time
@@ -251,24 +253,25 @@ def steps(config: ConfigDict, recorder: record.Recorder, late_s: float) -> None:
             program, shapes = abstract_step(config, model, batch, detector)
             jobs[batch, detector] = (program, (tree, *shapes))
     compiled = compile_all(jobs)
-    for batch in config.batches:
-        runs = {}
-        run_B = jnp.arange(max(config.batches)) < batch
-        for detector in integrity.DETECTORS:
-            program = compiled[batch, detector]
-            if isinstance(program, Exception):
-                name = f"integrity.step.{detector}.b{batch}.us"
-                recorder.absent(name, f"{type(program).__name__}: {program}"[:300])
-                continue
-            runs[detector] = Run(program, tree, _pool(config, model, detector), run_B)
+    for (batch, detector), program in compiled.items():
+        at = f"integrity.step.{detector}.b{batch}"
+        if isinstance(program, Exception):
+            recorder.absent(f"{at}.us", f"{type(program).__name__}: {program}"[:300])
+        else:
             operations = clean_pages.device_operations(program.as_text())
-            recorder.metric(f"integrity.step.{detector}.b{batch}.device_operations", operations)
-        for context in config.contexts:
-            if time.monotonic() > late_s or "off" not in runs:
-                recorder.absent(f"integrity.step.b{batch}.l{context}.us", "the run's deadline, or no step")
-                continue
-            _measure(config, recorder, runs, batch, context, full.num_layers)
-        del runs
+            recorder.metric(f"{at}.device_operations", operations)
+    for context, batch in itertools.product(config.contexts, config.batches):
+        if time.monotonic() > late_s or isinstance(compiled[batch, "off"], Exception):
+            recorder.absent(f"integrity.step.b{batch}.l{context}.us", "the run's deadline, or no step")
+            continue
+        run_B = jnp.arange(max(config.batches)) < batch
+        runs = {
+            detector: Run(program, tree, _pool(config, model, detector), run_B)
+            for detector in integrity.DETECTORS
+            if not isinstance(program := compiled[batch, detector], Exception)
+        }
+        _measure(config, recorder, runs, batch, context, full.num_layers)
+        del runs  # before the next pools are made
 
 
 def _measure(
@@ -280,6 +283,7 @@ def _measure(
     num_layers: int,
 ) -> None:
     us: dict[str, list[float]] = {detector: [] for detector in runs}
+    busy: dict[str, list[float]] = {detector: [] for detector in runs}
     launches = {}
     for _ in range(config.rounds):  # in turn, so that a drift of the clock is no detector's
         for detector, run in runs.items():
@@ -289,6 +293,7 @@ def _measure(
             if sum(outcome.ran) != batch:
                 raise RuntimeError(f"{detector} b{batch} l{context}: {sum(outcome.ran)} rows of {batch} ran")
             us[detector].append(timing.us)
+            busy[detector].append(sum(timing.kernels.values()))
             launches[detector] = timing.launches
     off = statistics.median(us["off"])
     whole = off * num_layers / config.layers
@@ -298,8 +303,11 @@ def _measure(
         recorder.metric(f"integrity.step.{at}.us", median)
         recorder.metric(f"integrity.step.{at}.spread_us", max(taken) - min(taken))
         recorder.metric(f"integrity.step.{at}.launches", launches[detector])
+        recorder.metric(f"integrity.step.{at}.busy_us", statistics.median(busy[detector]))
         if detector != "off":
             recorder.metric(f"integrity.overhead.{at}.us", median - off)
+            added = statistics.median(busy[detector]) - statistics.median(busy["off"])
+            recorder.metric(f"integrity.overhead.{at}.busy_us", added)
             recorder.metric(f"integrity.overhead.{at}.percent", 100 * (median - off) / off)
         if detector == "tags":
             recorder.metric(f"integrity.overhead.{at}.whole_percent", 100 * (median - off) / whole)

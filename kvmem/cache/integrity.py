@@ -62,6 +62,7 @@ COVERAGE: tuple[Coverage, ...] = (
     Coverage("hardware", "CPU, one device", _YES, _YES, _MATRIX),
     Coverage("hardware", "8-device mesh: ranks agree", _YES, _YES, "tests/cache/test_integrity.py"),
     Coverage("hardware", "two H200s: ranks agree", _YES, "not measured", "experiments.multi_gpu"),
+    Coverage("hardware", "H200: clean rows, tables of full size", _YES, _YES, "experiments.check_cost"),
     Coverage(
         "fault", "page freed, reused, of another owner, in wrong order, out of range", _YES, _YES, _MATRIX
     ),
