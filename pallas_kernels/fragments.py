@@ -14,7 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 WGMMA = plgpu.Layout.WGMMA
 COLUMNS = WGMMA.reduce(0)  # one value per column of a WGMMA array
@@ -217,18 +217,21 @@ def load_page_e4m3(page_smem, tile: int, transforms) -> jax.Array:
     return load(page_smem)
 
 
-def stage_queries(q_gmem, q_smem, unit_smem, columns: int, transforms) -> None:
-    """Writes the leading ``columns`` of bf16 queries to shared memory as f16, in the order of
-    ``permuted_column``.
+def stage_queries(q_gmem, q_smem, unit_smem, transforms, *, permuted: bool, rest_smem=None) -> None:
+    """Writes the leading columns of bf16 queries to shared memory as f16, in the order of
+    ``permuted_column`` if ``permuted``, and the 64 after them to ``rest_smem`` as bf16.
 
     A power of two per query brings its largest element into [128, 256), so that f16 holds its 8 significant
     bits exactly down to 2**-21 of the largest. ``q_gmem``: (N, C) bf16, N a multiple of 8. ``q_smem``: (N,
-    columns) f16, tiling (8, 64), swizzle 128. ``unit_smem``: (N,) f32, what the queries are to be multiplied
-    by.
+    columns) f16, tiling (8, 64), swizzle 128; ``rest_smem`` (N, 64) bf16 alike, multiplied by the same power.
+    ``unit_smem``: (N,) f32, what the queries are to be multiplied by.
     """
+    columns = q_smem.shape[-1]
+    rests = () if rest_smem is None else (rest_smem,)
+    tiled = plgpu.RefType(transforms)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), plgpu.RefType()))
-    def stage(_, q, out, unit):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tiled, plgpu.RefType(), *(tiled for _ in rests)))
+    def stage(_, q, out, unit, *rests):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         pair = ir.VectorType.get((2,), i32)
         rows, width = q.type.shape
@@ -237,11 +240,23 @@ def stage_queries(q_gmem, q_smem, unit_smem, columns: int, transforms) -> None:
         sub_row, i = arith.divui(thread, _i32(16)), arith.remui(thread, _i32(16))
         place, step = arith.divui(i, _i32(4)), arith.remui(i, _i32(4))
         source = _offset(utils.memref_ptr(q), _sum(_times(sub_row, 2 * width), _times(i, 8)))
-        targets = []
+        targets: list[ir.Value] = []
+        rest_targets: list[ir.Value] = []
         for half in range(2):
-            swizzled = arith.xori(_sum(_times(step, 2), _i32(half)), sub_row)
-            within = _sum(_times(sub_row, 128), _times(swizzled, 16), _times(place, 4))
-            targets.append(_offset(utils.memref_ptr(out), within))
+            orders = {
+                True: (_sum(_times(step, 2), _i32(half)), _times(place, 4)),
+                False: (
+                    arith.divui(i, _i32(2)),
+                    _sum(_times(arith.remui(i, _i32(2)), 8), _i32(4 * half)),
+                ),
+            }
+            for ref, order, pointers in (
+                (out, permuted, targets),
+                *((r, False, rest_targets) for r in rests),
+            ):
+                chunk, rest = orders[order]
+                within = _sum(_times(sub_row, 128), _times(arith.xori(chunk, sub_row), 16), rest)
+                pointers.append(_offset(utils.memref_ptr(ref), within))
         unit_pointer = _offset(utils.memref_ptr(unit), _times(sub_row, 4))
 
         def shift(x, n):
@@ -250,13 +265,23 @@ def stage_queries(q_gmem, q_smem, unit_smem, columns: int, transforms) -> None:
         def as_f32(x):
             return utils.bitcast(x, f32)
 
-        for block in range(rows // 8):
-            raw = []
-            for k in range(chunks):
-                loaded = llvm.load(pair, _offset(source, _i32(block * 16 * width + 128 * k)), alignment=8)
-                raw.append([llvm.extractelement(loaded, _i32(half)) for half in range(2)])
+        def scaled(word, factor, kind):
+            bits = (shift(word, 16), arith.andi(word, _i32(-65536)))
+            low, high = (arith.mulf(as_f32(x), factor) for x in bits)
+            return utils.inline_ptx(f"cvt.rn.{kind}.f32 $0, $2, $1;", low, high, result_types=i32)
+
+        def load(block, k):
+            return llvm.load(pair, _offset(source, _i32(block * 16 * width + 128 * k)), alignment=8)
+
+        ahead = 1 if permuted else 2  # blocks whose loads are on their way, where there are registers
+        blocks = range(rows // 8)
+        loads = {b: [load(b, k) for k in range(chunks + len(rests))] for b in blocks[: ahead - 1]}
+        for block in blocks:
+            for b in blocks[block + ahead - 1 : block + ahead]:
+                loads[b] = [load(b, k) for k in range(chunks + len(rests))]
+            raw = [[llvm.extractelement(x, _i32(half)) for half in range(2)] for x in loads.pop(block)]
             peak = _i32(0)
-            for word in itertools.chain.from_iterable(raw):
+            for word in itertools.chain.from_iterable(raw[:chunks]):
                 for x in (word, arith.shrui(word, _i32(16))):
                     peak = arith.maxsi(peak, arith.andi(x, _i32(0x7FFF)))
             for distance in (1, 2, 4, 8):
@@ -269,12 +294,55 @@ def stage_queries(q_gmem, q_smem, unit_smem, columns: int, transforms) -> None:
                 )
             for k in range(chunks):
                 for word, target in zip(raw[k], targets, strict=True):
-                    bits = (shift(word, 16), arith.andi(word, _i32(-65536)))
-                    low, high = (arith.mulf(as_f32(x), factor) for x in bits)
-                    packed = utils.inline_ptx("cvt.rn.f16x2.f32 $0, $2, $1;", low, high, result_types=i32)
+                    packed = scaled(word, factor, "f16x2")
                     llvm.store(packed, _offset(target, _i32(1024 * (block * chunks + k))), alignment=4)
+            for half, target in enumerate(rest_targets):
+                packed = scaled(raw[chunks][half], factor, "bf16x2")
+                llvm.store(packed, _offset(target, _i32(1024 * block)), alignment=4)
 
-    stage(q_gmem, q_smem, unit_smem)
+    stage(q_gmem, q_smem, unit_smem, *rests)
+
+
+def rescale_rows(accs: tuple[jax.Array, ...], factor: jax.Array) -> tuple[jax.Array, ...]:
+    """Multiplies the rows of WGMMA arrays by ``factor``; a warp whose factors are all 1 skips it."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(*(WGMMA for _ in accs), ROWS),
+        return_type=tuple(plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=WGMMA) for acc in accs),
+    )
+    def rescale(_, *args):
+        *accs, factor = args
+        i1 = ir.IntegerType.get_signless(1)
+        one = utils.c(1.0, ir.F32Type.get())
+        low, high = (llvm.extractelement(r, _i32(0)) for r in factor.registers.reshape(2))
+        changed = arith.ori(*(arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in (low, high)))
+        anyone = utils.inline_ptx(
+            "{ .reg .pred p, q; setp.ne.u32 p, $1, 0; vote.sync.any.pred q, p, 0xffffffff;"
+            " selp.u32 $0, 1, 0, q; }",
+            arith.extui(ir.IntegerType.get_signless(32), changed),
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        registers = [r for acc in accs for r in acc.registers.flat]
+        halves = [h for acc in accs for h in np.arange(acc.registers.size) % 2]
+        kind = registers[0].type
+        branch = scf.IfOp(  # type: ignore[call-arg]
+            arith.trunci(i1, anyone), [kind] * len(registers), has_else=True
+        )
+        with ir.InsertionPoint(branch.then_block):
+            factors = [vector.broadcast(kind, x) for x in (low, high)]
+            scf.yield_([arith.mulf(r, factors[h]) for r, h in zip(registers, halves, strict=True)])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(registers)
+        out, start = [], 0
+        for acc in accs:
+            own = np.empty(acc.registers.shape, dtype=object)
+            own.reshape(-1)[:] = list(branch.results)[start : start + own.size]
+            start += own.size
+            out.append(mgpu.FragmentedArray(_registers=own, _layout=acc.layout, _is_signed=None))
+        return tuple(out)
+
+    return rescale(*accs, factor)
 
 
 def load_scales(scales_smem) -> tuple[jax.Array, ...]:

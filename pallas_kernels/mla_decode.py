@@ -7,9 +7,9 @@ lengths alone: it is the same for every layer of a step, so compute it once and 
 result does not depend on the others.
 
 **Block.** One producer warpgroup copies pages by table (TMA, a ring of ``stages``) and prepares queries; the
-consumers attend. Heads (times query tokens) are the *columns*, on wgmma's N side, so that eight heads are not
-padded to 64 rows; tokens (scores) and latents (output) are on the M side. With few columns the consumers take
-turns at pages, with many each takes its share of the columns on every page.
+consumers attend, taking turns at pages. Heads (times query tokens) are the *columns*, on wgmma's N side, so
+that eight heads are not padded to 64 rows; tokens (scores) and latents (output) are on the M side. More than
+16 columns go to ``mla_wide``.
 
 **FP8.** An e4m3 page is read from shared memory twice, each time straight into wgmma's register operand with
 the hardware conversion to f16: once with tokens along M for the scores, once transposed with latents along M
@@ -33,10 +33,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import fragments
+from pallas_kernels import fragments, mla_wide
 from pallas_kernels.common import LOG2E, require, smem_tiles, tuned
 from pallas_kernels.mla_merge import LATENT, NEVER, merge
-from pallas_kernels.mla_schedule import PAGE, Schedule, column_groups, make_schedule, split_columns
+from pallas_kernels.mla_schedule import NARROW, PAGE, Schedule, column_groups, make_schedule
 
 ROPE = 64
 GROUPS, GROUP = 4, 128  # scales of a token in fp8_656, and the latents of each
@@ -60,7 +60,10 @@ class Pool(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles. ``tuned/h200.json`` holds the measured choices, ``tuned_config`` picks one by shape."""
+    """Tiles. ``tuned/h200.json`` holds the measured choices, ``tuned_config`` picks one by shape.
+
+    More than 16 columns (``mla_wide``) use ``blocks`` and ``merge_*`` only.
+    """
 
     blocks: int = 132
     consumers: int = 2
@@ -68,9 +71,10 @@ class Config:
     q_slots: int = 2  # queries in shared memory: the next item's are prepared ahead
     words: int = 1  # 32-bit words of a token that a thread loads at once; 1 in fp8_656
     token_part: int = 64  # tokens of one register operand of V
-    merge_block: int = 16  # parts that the merge holds in shared memory,
+    merge_block: int = 16  # parts that the merge holds in shared memory (0: wide, few parts, held nowhere),
     merge_rows: int = 8  # copied so many at a time,
-    merge_columns: int = 256  # latents of one merge block
+    merge_columns: int = 256  # latents of one merge block,
+    merge_heads: int = 1  # for so many columns
 
 
 def tuned_config(layout: str, columns: int, rows: int) -> Config:
@@ -82,13 +86,11 @@ def tuned_config(layout: str, columns: int, rows: int) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What a kernel is compiled for. ``columns`` are those of one consumer."""
+    """What a kernel is compiled for."""
 
     config: Config
     layout: str
-    groups: int
     columns: int
-    shared_pages: bool
     tokens: int
     heads: int
     softmax_scale: float
@@ -102,52 +104,35 @@ class _Static:
     def scaled(self) -> bool:
         return self.layout == "fp8_656"
 
-    @property
-    def q_parts(self) -> int:
-        """Arrays of queries that one slot holds."""
-        return self.config.consumers if self.shared_pages else 1
-
-    @property
-    def page_stride(self) -> int:
-        """A consumer attends to every so many-th page."""
-        return 1 if self.shared_pages else self.config.consumers
-
 
 def _scratch(static: _Static) -> dict:
     config, columns = static.config, static.columns
     narrow = jnp.float8_e4m3fn if static.fp8 else jnp.bfloat16
     compute = jnp.float16 if static.fp8 else jnp.bfloat16
     width = LATENT + (0 if static.scaled else ROPE)
-    q_arrays = config.q_slots * static.q_parts
     half_parts = static.fp8 and config.token_part == 32
-    arrivals = config.consumers if static.shared_pages else 1
     copies = 3 if static.scaled else 1
     scratch = {
         "values": plgpu.SMEM((config.stages, PAGE, width), narrow, transforms=_E4M3 if static.fp8 else _B16),
-        "q": plgpu.SMEM((q_arrays, columns, width), compute, transforms=_B16),
+        "q": plgpu.SMEM((config.q_slots, columns, width), compute, transforms=_B16),
         "p": plgpu.SMEM(
             (config.consumers, columns * (GROUPS if static.scaled else 1), PAGE),
             compute,
             transforms=_B16_HALF if half_parts else _B16,
         ),
         "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=copies),
-        "free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=arrivals),
-        "q_full": plgpu.Barrier(
-            num_barriers=config.q_slots, num_arrivals=1 if static.fp8 else static.q_parts
-        ),
+        "free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=1),
+        "q_full": plgpu.Barrier(num_barriers=config.q_slots),
         "q_free": plgpu.Barrier(num_barriers=config.q_slots, num_arrivals=config.consumers),
     }
     if static.fp8:
-        scratch["unit"] = plgpu.SMEM((q_arrays, columns), jnp.float32)
-    if static.fp8 or static.shared_pages:
+        scratch["unit"] = plgpu.SMEM((config.q_slots, columns), jnp.float32)
         scratch["exchange"] = plgpu.SMEM((config.consumers, 4 * columns), jnp.float32)
-    if static.shared_pages:
-        scratch["meet"] = plgpu.Barrier(num_arrivals=config.consumers)
     if static.scaled:
         scratch["scales"] = plgpu.SMEM((config.stages, PAGE, GROUPS), jnp.float32)
         scratch["rope"] = plgpu.SMEM((config.stages, PAGE, ROPE), jnp.bfloat16, transforms=_B16)
-        scratch["q_rope"] = plgpu.SMEM((q_arrays, columns, ROPE), jnp.bfloat16, transforms=_B16)
-        scratch["q_rope_full"] = plgpu.Barrier(num_barriers=config.q_slots, num_arrivals=static.q_parts)
+        scratch["q_rope"] = plgpu.SMEM((config.q_slots, columns, ROPE), jnp.bfloat16, transforms=_B16)
+        scratch["q_rope_full"] = plgpu.Barrier(num_barriers=config.q_slots)
     if static.fp8 and static.sim:
         scratch["k"] = plgpu.SMEM((config.consumers, PAGE, width), jnp.float16, transforms=_B16)
     return scratch
@@ -194,7 +179,7 @@ class _Block:
 
             def per_page(nth_page, step):
                 slot = lax.rem(step, slots)
-                page = self.gmem["table_BM"][row // self.static.groups, nth_page]
+                page = self.gmem["table_BM"][row, nth_page]
 
                 @pl.when(step >= slots)
                 def _():
@@ -233,25 +218,23 @@ class _Block:
         def _():
             plgpu.barrier_wait(smem["q_free"].at[slot])
 
-        for part in range(static.q_parts):
-            source = self.gmem["q"].at[row, pl.ds(part * static.columns, static.columns)]
-            at = slot * static.q_parts + part
-            if not static.fp8:
-                plgpu.copy_gmem_to_smem(source, smem["q"].at[at], full)
-                continue
-            if static.scaled:
-                rope = source.at[:, pl.ds(LATENT, ROPE)]
-                plgpu.copy_gmem_to_smem(rope, smem["q_rope"].at[at], smem["q_rope_full"].at[slot])
+        source = self.gmem["q"].at[row]
+        if not static.fp8:
+            plgpu.copy_gmem_to_smem(source, smem["q"].at[slot], full)
+            return
+        if static.scaled:
+            rope = source.at[:, pl.ds(LATENT, ROPE)]
+            plgpu.copy_gmem_to_smem(rope, smem["q_rope"].at[slot], smem["q_rope_full"].at[slot])
+        if static.sim:
             width = smem["q"].shape[-1]
-            if static.sim:
-                q_f32 = source[:, :width].astype(jnp.float32)
-                smem["q"][at] = (q_f32 * 64).astype(jnp.float16)
-                smem["unit"][at] = jnp.full((static.columns,), 1 / 64, jnp.float32)
-            else:
-                fragments.stage_queries(source, smem["q"].at[at], smem["unit"].at[at], width, _B16)
-        if static.fp8:
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(full)
+            q_f32 = source[:, :width].astype(jnp.float32)
+            smem["q"][slot] = (q_f32 * 64).astype(jnp.float16)
+            smem["unit"][slot] = jnp.full((static.columns,), 1 / 64, jnp.float32)
+        else:
+            unit = smem["unit"].at[slot]
+            fragments.stage_queries(source, smem["q"].at[slot], unit, _B16, permuted=True)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(full)
 
     def _consume(self, warpgroup, begin, i, step):
         """Attends to one item and writes its part; ``step`` counts the pages of the block so far."""
@@ -264,11 +247,8 @@ class _Block:
             plgpu.barrier_wait(smem["q_rope_full"].at[q_slot])
         acc, peak, weights = self._attend(warpgroup, row, page_begin, page_end, step, q_slot)
         plgpu.barrier_arrive(smem["q_free"].at[q_slot])
-        if static.shared_pages:
-            at, columns = i, pl.ds(warpgroup * static.columns, static.columns)
-        else:
-            at, columns = i * config.consumers + warpgroup, pl.ds(0, static.columns)
-        part = gmem["part"].at[at, columns]
+        at = i * config.consumers + warpgroup
+        part = gmem["part"].at[at]
         if static.sim:
             part[...] = jnp.concatenate(acc).T
             total = weights.sum(axis=0)
@@ -280,33 +260,25 @@ class _Block:
             scratch = smem["p"].at[warpgroup]
             transforms = _B16_HALF if static.fp8 and config.token_part == 32 else _B16
             total = fragments.reduce_columns("add", weights, scratch, transforms, busy=True)
-        gmem["peak"].at[at, columns][...] = peak
-        gmem["total"].at[at, columns][...] = total
+        gmem["peak"].at[at][...] = peak
+        gmem["total"].at[at][...] = total
         return step + page_end - page_begin
 
     def _attend(self, warpgroup, row, page_begin, page_end, step, q_slot):
         """Returns (blocks of the unnormalised output [latents, columns], maximum [columns], weights)."""
         static, smem, gmem = self.static, self.smem, self.gmem
-        columns, stride = static.columns, static.page_stride
+        columns, stride = static.columns, static.config.consumers
         shape = (PAGE, columns)
-        batch_row = row // static.groups
-        length, before = gmem["length_B"][batch_row], gmem["before_B"][batch_row]
-        q_at = q_slot * static.q_parts + (warpgroup if static.shared_pages else 0)
+        length, before = gmem["length_B"][row], gmem["before_B"][row]
         unit: float | jax.Array = static.softmax_scale * LOG2E
         if static.fp8:
-            unit_N = plgpu.load(smem["unit"].at[q_at], layout=fragments.COLUMNS, optimized=False)
+            unit_N = plgpu.load(smem["unit"].at[q_slot], layout=fragments.COLUMNS, optimized=False)
             unit = lax.broadcast_in_dim(unit_N * (unit * gmem["scale"][0]), shape, (1,))
         limit = length
         if static.tokens > 1:
-            first = (
-                lax.rem(row, static.groups)
-                * static.columns
-                * (static.config.consumers if static.shared_pages else 1)
-            )
             column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=fragments.WGMMA)
-            column = column + first + (warpgroup * columns if static.shared_pages else 0)
             limit = jnp.minimum(length, before + 1 + column // static.heads)
-        lead = 0 if static.shared_pages else lax.rem(warpgroup + stride * (step // stride + 1) - step, stride)
+        lead = lax.rem(warpgroup + stride * (step // stride + 1) - step, stride)
         count = (page_end - page_begin - lead + stride - 1) // stride
 
         def per_page(k, carry):
@@ -317,13 +289,13 @@ class _Block:
             values = smem["values"].at[slot]
             plgpu.barrier_wait(smem["full"].at[slot])
             scales = self._scales(slot, length - start) if static.scaled else ()
-            scores = self._scores(warpgroup, slot, q_at, scales, unit)
+            scores = self._scores(warpgroup, slot, q_slot, scales, unit)
             position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=fragments.WGMMA) + start
             scores = jnp.where(position < limit, scores, -jnp.inf)
 
             @pl.when(length - start < PAGE)
             def _():
-                self._zero_tail(warpgroup, values, length - start)
+                self._zero_tail(values, length - start)
 
             new_peak = jnp.maximum(peak, self._page_peak(warpgroup, slot, scores, scales))
             alpha = jnp.exp2(peak - new_peak)
@@ -363,11 +335,11 @@ class _Block:
             token = plgpu.broadcasted_iota(jnp.int32, (PAGE,), 0, layout=fragments.ROWS)
         return tuple(jnp.where(token < valid, scale, 0.0) for scale in scales)
 
-    def _scores(self, warpgroup, slot, q_at, scales, unit):
+    def _scores(self, warpgroup, slot, q_slot, scales, unit):
         """Scaled scores of a page in log2 units, [tokens, columns]."""
         static, smem = self.static, self.smem
         shape = (PAGE, static.columns)
-        page, q = smem["values"].at[slot], smem["q"].at[q_at]
+        page, q = smem["values"].at[slot], smem["q"].at[q_slot]
         acc = plgpu.ACC(shape, jnp.float32)
         if not static.fp8:
             return self._product(lambda ref: plgpu.wgmma(ref, page, q.T), acc) * unit
@@ -391,7 +363,7 @@ class _Block:
         for g, scale in enumerate(scales):
             part = self._product(lambda ref, g=g: multiply(ref, (2 * g, 2 * g + 1)), acc)
             scores = scores + part * lax.broadcast_in_dim(scale, shape, (0,))
-        rope, q_rope = smem["rope"].at[slot], smem["q_rope"].at[q_at]
+        rope, q_rope = smem["rope"].at[slot], smem["q_rope"].at[q_slot]
         rotary = self._product(lambda ref: plgpu.wgmma(ref, rope, q_rope.T), acc)
         return scores * unit + rotary * (static.softmax_scale * LOG2E)
 
@@ -422,29 +394,15 @@ class _Block:
             peak = fragments.reduce_columns("max", scores, rotary, _B16, busy=True)
         return peak - 12.0 if static.fp8 else peak
 
-    def _zero_tail(self, warpgroup, values, valid) -> None:
+    def _zero_tail(self, values, valid) -> None:
         """Zeroes the page's tokens beyond the row: K is V, what they hold may be NaN, and 0 x NaN is NaN."""
-
-        def zero():
-            if self.static.sim:
-                token = lax.broadcasted_iota(jnp.int32, (PAGE, LATENT), 0)
-                x = values[:, :LATENT]
-                values[:, :LATENT] = jnp.where(token < valid, x, jnp.zeros_like(x))
-            else:
-                fragments.zero_rows(values, valid, LATENT, _E4M3 if self.static.fp8 else _B16)
-            plgpu.commit_smem()
-
-        if not self.static.shared_pages:
-            zero()
-            return
-
-        def meet():
-            plgpu.barrier_arrive(self.smem["meet"])
-            plgpu.barrier_wait(self.smem["meet"])
-
-        meet()  # both consumers have their scores
-        pl.when(warpgroup == 0)(zero)
-        meet()
+        if self.static.sim:
+            token = lax.broadcasted_iota(jnp.int32, (PAGE, LATENT), 0)
+            x = values[:, :LATENT]
+            values[:, :LATENT] = jnp.where(token < valid, x, jnp.zeros_like(x))
+        else:
+            fragments.zero_rows(values, valid, LATENT, _E4M3 if self.static.fp8 else _B16)
+        plgpu.commit_smem()
 
     def _output(self, acc, warpgroup, values, free):
         """Adds the page's weighted latents to the blocks of the output, and gives the page back."""
@@ -519,6 +477,43 @@ def _validate(q_BTHC, pool: Pool, table_BM, length_B, num_new_B, layout: str) ->
             require(array.shape[0] == rows, f"{name} has {array.shape[0]} rows: q_BTHC has {rows}")
 
 
+def _attend_narrow(
+    inputs: dict[str, Array], schedule: Schedule, static: _Static
+) -> tuple[Array, Array, Array]:
+    """The parts of each consumer and item: (sums, maxima, totals); ``inputs`` as in ``mla_wide.attend``."""
+    config, columns = static.config, static.columns
+    require(
+        config.stages % config.consumers == 0,
+        f"stages={config.stages}: must be a multiple of consumers={config.consumers}, who take turns",
+    )
+    inputs = inputs | {"item_I3": schedule.item_I3, "block_first": schedule.block_first}
+    slots = schedule.item_I3.shape[0] * config.consumers
+    outputs = {
+        "part": jax.ShapeDtypeStruct((slots, columns, LATENT), jnp.float32),
+        "peak": jax.ShapeDtypeStruct((slots + 128, columns), jnp.float32),  # the merge reads 128 at a time
+        "total": jax.ShapeDtypeStruct((slots + 128, columns), jnp.float32),
+    }
+    scratch = _scratch(static)
+    names = [*inputs, *outputs]
+
+    def body(*refs):
+        gmem = dict(zip(names, refs[: len(names)], strict=True))
+        _Block(static, gmem, dict(zip(scratch, refs[len(names) :], strict=True))).run()
+
+    return plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        grid=(config.blocks,),
+        grid_names=("block",),
+        num_threads=config.consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=list(scratch.values()),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=2048 if static.sim else 0
+        ),
+    )(*inputs.values())
+
+
 def mla_decode(
     q_BTHC: Float[Array, "B T H C"],
     pool: Pool,
@@ -570,26 +565,6 @@ def mla_decode(
     rows, tokens, heads, width = q_BTHC.shape
     groups, columns = column_groups(tokens, heads)
     config = config or tuned_config(layout, columns, rows)
-    shared_pages = split_columns(columns)
-    require(
-        not shared_pages or config.consumers == 2,
-        f"{columns} columns need 2 consumers, not {config.consumers}",
-    )
-    require(
-        shared_pages or config.stages % config.consumers == 0,
-        f"stages={config.stages}: must be a multiple of consumers={config.consumers}, who take turns",
-    )
-    static = _Static(
-        config=config,
-        layout=layout,
-        groups=groups,
-        columns=columns // 2 if shared_pages else columns,
-        shared_pages=shared_pages,
-        tokens=tokens,
-        heads=heads,
-        softmax_scale=softmax_scale,
-        sim=sim,
-    )
     if schedule is None:
         schedule = make_schedule(
             length_B,
@@ -602,7 +577,7 @@ def mla_decode(
     if (padding := groups * columns - tokens * heads) > 0:
         q = jnp.pad(q, ((0, 0), (0, padding), (0, 0)))
     scale_1 = jnp.reshape(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (1,))
-    narrow = jnp.float8_e4m3fn if static.fp8 else jnp.bfloat16
+    narrow = jnp.bfloat16 if layout == "bf16" else jnp.float8_e4m3fn
     inputs = {
         "q": q.reshape(rows * groups, columns, width),
         "values": lax.bitcast_convert_type(pool.values, narrow),
@@ -611,36 +586,27 @@ def mla_decode(
         "length_B": length_B,
         "before_B": length_B if tokens == 1 else length_B - (tokens if num_new_B is None else num_new_B),
         "table_BM": table_BM,
-        "item_I3": schedule.item_I3,
-        "block_first": schedule.block_first,
     }
-    if static.scaled:
+    if layout == "fp8_656":
         inputs["scales"] = pool.scales  # type: ignore[assignment]
         inputs["rope"] = lax.bitcast_convert_type(pool.rope, jnp.bfloat16)  # type: ignore[arg-type]
-    parts = static.page_stride
-    slots = schedule.item_I3.shape[0] * parts
-    outputs = {
-        "part": jax.ShapeDtypeStruct((slots, columns, LATENT), jnp.float32),
-        "peak": jax.ShapeDtypeStruct((slots + 128, columns), jnp.float32),  # the merge reads 128 at a time
-        "total": jax.ShapeDtypeStruct((slots + 128, columns), jnp.float32),
-    }
-    scratch = _scratch(static)
-    names = [*inputs, *outputs]
-
-    def body(*refs):
-        gmem = dict(zip(names, refs[: len(names)], strict=True))
-        _Block(static, gmem, dict(zip(scratch, refs[len(names) :], strict=True))).run()
-
-    part, peak, total = plgpu.kernel(
-        body,
-        out_type=tuple(outputs.values()),
-        grid=(config.blocks,),
-        grid_names=("block",),
-        num_threads=config.consumers + 1,
-        thread_name="warpgroup",
-        scratch_types=list(scratch.values()),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=2048 if sim else 0),
-    )(*inputs.values())
+    if columns > NARROW:
+        parts = 1
+        part, peak, total = mla_wide.attend(
+            inputs,
+            schedule,
+            layout=layout,
+            blocks=config.blocks,
+            groups=groups,
+            tokens=tokens,
+            heads=heads,
+            softmax_scale=softmax_scale,
+            sim=sim,
+        )
+    else:
+        parts = config.consumers
+        static = _Static(config, layout, columns, tokens, heads, softmax_scale, sim)
+        part, peak, total = _attend_narrow(inputs, schedule, static)
     out, lse = merge(
         part, peak, total, schedule.row_first, scale_1, config=config, parts=parts, out_dtype=out_dtype
     )

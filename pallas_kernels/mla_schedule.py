@@ -7,6 +7,9 @@ from jaxtyping import Array, Int
 
 PAGE = 64
 MAX_COLUMNS = 64  # query columns of one block
+NARROW = (
+    16  # up to so many columns ``mla_decode`` puts on wgmma's N side; ``mla_wide`` takes 64 on its M side
+)
 
 
 class Schedule(NamedTuple):
@@ -17,18 +20,12 @@ class Schedule(NamedTuple):
     row_first: Int[Array, "rows+1"]
 
 
-def split_columns(columns: int) -> bool:
-    """Whether consumers share pages and split the columns (many) or take turns at pages (few)."""
-    return columns > 16
-
-
 def column_groups(tokens: int, heads: int) -> tuple[int, int]:
-    """(groups, columns of a group): the query columns of a row, padded, at most MAX_COLUMNS a group."""
+    """(groups, columns of a group): the query columns of a row, padded to 8, 16 or groups of MAX_COLUMNS."""
     columns = tokens * heads
-    groups = -(-columns // MAX_COLUMNS)
-    per_group = -(-columns // groups)
-    unit = 16 if split_columns(per_group) else 8
-    return groups, -(-per_group // unit) * unit
+    if columns <= NARROW:
+        return 1, -(-columns // 8) * 8
+    return -(-columns // MAX_COLUMNS), MAX_COLUMNS
 
 
 def make_schedule(
