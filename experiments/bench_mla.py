@@ -15,15 +15,17 @@ from jax import lax
 
 from experiments import bench_timing
 from kvmem import record
-from pallas_kernels import mla_decode, ref, xla
+from pallas_kernels import mla_decode, mla_schedule, ref, xla
 
 PAGE = mla_decode.PAGE
 SOFTMAX_SCALE, FLAT_SCALE = 0.07, 0.05
 CONTRACT_LENGTHS = (0, 1, 63, 64, 65, 97, 127, 129, 640, 3001)
-CONTRACT_COLUMNS = ((1, 8), (2, 8), (1, 64), (1, 128))  # query tokens, heads
+CONTRACT_COLUMNS = ((1, 8), (2, 8), (1, 64), (3, 24))  # query tokens, heads
 # Relative error of a row: weights rounded to bf16 by 2**-9 each, of latents that correlate by 512**-0.5; the
-# f16 path rounds by 2**-12, and its target is 1e-3.
+# f16 path rounds by 2**-12, and its target is 1e-3. The wide kernel of fp8_656 also rounds scaled latents, so
+# that scores, sums of 512 products of up to 4 * SOFTMAX_SCALE, deviate by SCORE.
 TOLERANCE = {"bf16": 2.0**-9 * (1 + 512**-0.5), "fp8_flat": 1e-3, "fp8_656": 1e-3}
+SCORE = 4 * SOFTMAX_SCALE * 512**0.5 * 2.0**-12 / 3**0.5
 BYTES = {"bf16": 1152, "fp8_flat": 576, "fp8_656": 656}
 # The best of FlashMLA, FlashAttention-3 and FlashInfer (BF16), and vLLM's e4m3 FlashMLA (FP8), graph-timed on
 # an H200 with their scheduling metadata computed beforehand: microseconds by (heads, batch, context).
@@ -80,6 +82,13 @@ class Job:
         return max(6, min(24, 2**18 // (self.batch * self.context // 8)))
 
 
+def tolerance(layout: str, columns: int) -> tuple[float, float]:
+    """Allowed errors of a row's output (relative) and of its log-sum-exp."""
+    if layout == "fp8_656" and columns > mla_schedule.NARROW:
+        return 2.0**-11 + 2 * SCORE, 4 * SCORE
+    return TOLERANCE[layout], 1e-4
+
+
 def attend(layout: str, q, pool, layer, table, length, num_new=None, **options):
     scale = FLAT_SCALE if layout == "fp8_flat" else None
     return mla_decode.mla_decode(
@@ -108,7 +117,7 @@ def contract(layout: str, tokens: int, heads: int) -> float:
     pool = jax.tree.map(jnp.asarray, mla_decode.Pool(values, scales, rope))
     rows = [jnp.asarray(case[name]) for name in ("table", "length", "num_new")]
     arguments = (jnp.asarray(case["q"]), pool, jnp.int32(case["layer"]), *rows)
-    worst = 0.0
+    worst, (allowed, lse_allowed) = 0.0, tolerance(layout, tokens * heads)
     for batch_invariant in (False, True):
         kernel = jax.jit(functools.partial(attend, layout, batch_invariant=batch_invariant))
         out, lse = kernel(*arguments)
@@ -117,8 +126,8 @@ def contract(layout: str, tokens: int, heads: int) -> float:
         empty = np.isneginf(want_lse)
         lse_error = np.abs(np.asarray(lse)[~empty] - want_lse[~empty]).max()
         checks = {
-            f"error {error:.1e}": error < TOLERANCE[layout],
-            f"log-sum-exp error {lse_error:.1e}": lse_error < 1e-4,
+            f"error {error:.1e}": error < allowed,
+            f"log-sum-exp error {lse_error:.1e}": lse_error < lse_allowed,
             "empty rows": bool((np.isneginf(np.asarray(lse)) == empty).all()),
             "repeats bit for bit": bool((np.asarray(out) == np.asarray(again)).all()),
         }
@@ -244,8 +253,9 @@ def _measure(job: Job, program, arguments: tuple, recorder: record.Recorder) -> 
     out = program(*arguments)[0]
     want = _oracle(job.layout, q[0][some], pool, tables[0][some, :width], length[some])
     error = worst_row_error(out[some], want)
-    if not error < TOLERANCE[job.layout]:
-        raise RuntimeError(f"{job.name}: error {error:.1e}, tolerance {TOLERANCE[job.layout]:.1e}")
+    allowed, _ = tolerance(job.layout, job.heads)
+    if not error < allowed:
+        raise RuntimeError(f"{job.name}: error {error:.1e}, tolerance {allowed:.1e}")
     timing = bench_timing.measure(lambda: program(*arguments), job.repetitions)
     moved = job.batch * job.context * BYTES[job.layout]
     flops = 2 * job.batch * job.context * job.heads * (576 + 512)
