@@ -23,7 +23,9 @@ CONTRACT_LENGTHS = (0, 1, 63, 64, 65, 97, 127, 129, 640, 3001)
 CONTRACT_COLUMNS = ((1, 8), (2, 8), (1, 64), (3, 24))  # query tokens, heads
 # Relative error of a row: weights rounded to bf16 by 2**-9 each, of latents that correlate by 512**-0.5; the
 # f16 path rounds by 2**-12, and its target is 1e-3. The wide kernel of fp8_656 also rounds scaled latents, so
-# that scores, sums of 512 products of up to 4 * SOFTMAX_SCALE, deviate by SCORE.
+# that scores, sums of 512 products of up to 4 * SOFTMAX_SCALE, deviate by SCORE in the mean square, and by
+# four times that in the worst of all rows. Two tokens of equal weight then move a row's output by half the
+# difference of their deviations: 8**0.5 * SCORE. The contract's latents rounded so in NumPy: 2.6e-3 at worst.
 TOLERANCE = {"bf16": 2.0**-9 * (1 + 512**-0.5), "fp8_flat": 1e-3, "fp8_656": 1e-3}
 SCORE = 4 * SOFTMAX_SCALE * 512**0.5 * 2.0**-12 / 3**0.5
 BYTES = {"bf16": 1152, "fp8_flat": 576, "fp8_656": 656}
@@ -85,7 +87,7 @@ class Job:
 def tolerance(layout: str, columns: int) -> tuple[float, float]:
     """Allowed errors of a row's output (relative) and of its log-sum-exp."""
     if layout == "fp8_656" and columns > mla_schedule.NARROW:
-        return 2.0**-11 + 2 * SCORE, 4 * SCORE
+        return 2.0**-11 + 8**0.5 * SCORE, 4 * SCORE
     return TOLERANCE[layout], 1e-4
 
 
