@@ -119,7 +119,7 @@ def test_all_reduce_of_decode_sizes_compiles_without_spills(ranks, dtype):
             function = _mapped(harness._h200_mesh(ranks), fused=fused, shared=False)
             struct = jax.ShapeDtypeStruct
             avals = (struct((ranks, rows, 7168), dtype), struct((rows, 7168), jnp.bfloat16))
-            avals = (*avals, struct((7168,), jnp.bfloat16))
+            avals = (*avals, struct((3, 7168), jnp.bfloat16))
             specs = [SPLIT, WHOLE, WHOLE]
             assert harness.compile_h200(function, *avals, devices=ranks, in_specs=specs).spills == 0
 
