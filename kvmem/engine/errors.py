@@ -30,14 +30,6 @@ class FingerprintMismatch(EngineError):
         super().__init__(f"{where}: fingerprints differ in {listed}")
 
 
-class IntegrityMismatch(EngineError):
-    """A page-table entry of a request no longer names the page that the request was given."""
-
-
-class CheckNotRun(EngineError):
-    """A step reported no check for a row that it served: the row fails closed."""
-
-
 class TransferFailed(EngineError):
     """The move of a prefilled request into the decode pool did not complete."""
 
@@ -47,7 +39,3 @@ class StepInterrupted(EngineError):
 
     Results so far stand; the engine serves no further step.
     """
-
-
-class NonFiniteLogits(EngineError):
-    """A row's logits hold NaN or +inf; no token can be drawn from them."""

@@ -127,10 +127,6 @@ class ModelConfig:
         return "language_model." if self.vision else ""
 
     @property
-    def num_moe_layers(self) -> int:
-        return self.num_layers - self.num_dense_layers
-
-    @property
     def num_index_layers(self) -> int:
         """Layers of the main stack that own an indexer and cache index keys."""
         return len(self.indexer.full_layers) if self.indexer else 0
